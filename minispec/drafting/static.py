@@ -1,0 +1,74 @@
+"""A fixed tree, given as rank paths: [0], [1], [0, 0] is two children and a grandchild.
+
+Node [r1, r2, ...] takes the r1-th likeliest token, below it the r2-th, and so on: the format of
+Medusa's and EAGLE-1's tree choices (Cai et al., 2024; Li et al., 2024).
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+from ..models.interface import UserError
+
+from ..tree import DraftTree
+from . import Proposer, TreeConfig
+
+# The likeliest 11 paths of a peaked drafter; 12 nodes with the root.
+DEFAULT = "[0],[1],[2],[0,0],[0,1],[1,0],[0,0,0],[0,0,1],[0,1,0],[0,0,0,0],[0,0,0,0,0]"
+
+
+def read_paths(text: str) -> set[tuple[int, ...]]:
+    """A JSON list of rank paths (outer brackets optional), or the name of a file with one."""
+    source = f"--static-tree {text}"
+    if not text.lstrip().startswith("["):
+        if not Path(text).is_file():
+            raise UserError(f"{source}: no such file; give a file or a list like '[0],[1],[0,0]'")
+        text = Path(text).read_text()
+    try:
+        raw = json.loads(text if text.lstrip().startswith("[[") else f"[{text}]")
+        paths = {tuple(path) for path in raw}
+    except (ValueError, TypeError):
+        raise UserError(f"{source}: not a list of rank paths like '[0],[1],[0,0]'") from None
+    for path in sorted(paths):
+        if not path or not all(isinstance(rank, int) and rank >= 0 for rank in path):
+            raise UserError(f"{source}: path {list(path)} must be one or more ranks from 0 up")
+        if len(path) > 1 and path[:-1] not in paths:
+            raise UserError(f"{source}: path {list(path)} has no parent {list(path[:-1])}")
+    return paths
+
+
+class Static:
+    """The same shape every round, whatever the drafter thinks of it."""
+
+    uses = ("static_tree",)
+
+    def __init__(self, config: TreeConfig) -> None:
+        self.paths = read_paths(config.static_tree or DEFAULT)
+
+    def max_nodes(self) -> int:
+        return len(self.paths) + 1
+
+    def max_drafted(self) -> int:
+        return len({path[:-1] for path in self.paths if len(path) > 1})
+
+    def build(self, proposer: Proposer, tree: DraftTree, max_depth: int) -> DraftTree:
+        node_of: dict[tuple[int, ...], int] = {(): 0}
+        for depth in range(1, max_depth + 1):
+            level = sorted(path for path in self.paths if len(path) == depth)
+            parents = sorted({path[:-1] for path in level} & node_of.keys())
+            if not parents:
+                break
+            width = 1 + max(path[-1] for path in level)
+            node_F = torch.tensor([node_of[path] for path in parents], device=tree.token_N.device)
+            token_FK, logprob_FK = proposer.expand(tree, node_F, width)
+            shape_FK = torch.full_like(logprob_FK, float("-inf"))
+            for row, parent in enumerate(parents):
+                offered = range(token_FK.shape[1])
+                ranks = [path[-1] for path in level if path[:-1] == parent and path[-1] in offered]
+                shape_FK[row, ranks] = logprob_FK[row, ranks]
+            tree, new_M = tree.grow(node_F, token_FK, shape_FK)
+            grown = shape_FK.isfinite().nonzero().tolist()
+            for (row, rank), node in zip(grown, new_M.tolist()):
+                node_of[(*parents[row], rank)] = node
+        return tree

@@ -1,0 +1,301 @@
+"""The main job: `python -m minispec.generate "Once upon a time"`.
+
+Turns flags into settings, streams the text to stdout and the report to stderr. Every mistake of
+the user's ends in one line on stderr and exit code 2.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from .config import EngineConfig, load
+from .drafting import BUILDERS, PROPOSERS, TreeConfig
+from .engine import Engine, Generation, GenerationParams, pick_rule
+from .models.interface import UserError
+from .sampling import SamplingParams
+from .treeview import draw_tree
+from .verify import RULES
+
+DEMO = Path(__file__).resolve().parent / "models" / "demo"
+DEMO_PROMPT = "Once upon a time"
+TREE = TreeConfig()
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose own complaints are one line too."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see --help")
+
+
+def make_parser() -> Parser:
+    """All flags, with the aliases that people know from other engines."""
+    parser = Parser(
+        prog="python -m minispec.generate",
+        description="Generate text by speculative decoding, with the text that plain decoding gives.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("prompt_words", nargs="?", metavar="PROMPT", help=f"the prompt; default {DEMO_PROMPT!r}")
+    add("-p", "--prompt", help="the prompt, as a flag")
+    add("--prompt-file", metavar="FILE", help="read the prompt from a file; - is stdin")
+
+    group = parser.add_argument_group("models")
+    add = group.add_argument
+    add("--model", "--model-path", metavar="DIR", help="target folder; default: the demo target")
+    add(
+        "--draft-model",
+        "--draft",
+        "--speculative-draft-model-path",
+        metavar="DIR",
+        help="EAGLE-3 head folder; default: the demo head, for the demo target",
+    )
+    add("--no-draft", action="store_true", help="plain decoding, one token a pass")
+    add("--context", type=int, metavar="N", help="positions to hold; default: the model's limit")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N; default %(default)s")
+    add("--dtype", default="auto", help="auto, float32 or bfloat16; default %(default)s")
+    add("--threads", type=int, metavar="N", help="CPU threads; default: PyTorch's choice")
+
+    group = parser.add_argument_group("speculation")
+    add = group.add_argument
+    add("--proposer", metavar="NAME", help=f"{', '.join(PROPOSERS)} or module:Class")
+    add("--tree", metavar="NAME", help=f"{', '.join(BUILDERS)} or module:Class; default eagle2")
+    add(
+        "--num-steps",
+        "--speculative-num-steps",
+        "--num-speculative-tokens",
+        "--num-draft-tokens",
+        "--depth",
+        type=int,
+        metavar="N",
+        help=f"draft steps, the deepest node of the tree; default {TREE.num_steps}",
+    )
+    add(
+        "--topk",
+        "--speculative-eagle-topk",
+        type=int,
+        metavar="N",
+        help=f"children tried under each node; default {TREE.topk}",
+    )
+    add(
+        "--num-draft-nodes",
+        "--speculative-num-draft-tokens",
+        "--total-token",
+        type=int,
+        metavar="N",
+        help=f"nodes verified a round, the root counted; default {TREE.num_draft_nodes}",
+    )
+    add("--static-tree", metavar="PATHS", help="for --tree static: '[0],[1],[0,0]' or a file")
+    add("--verify", metavar="NAME", help=f"{', '.join(RULES)} or module:Class")
+
+    group = parser.add_argument_group("sampling and stopping")
+    add = group.add_argument
+    add("--temperature", "--temp", type=float, default=0.0, help="0 is greedy, the default")
+    add("--top-k", type=int, metavar="N", help="sample among the N likeliest")
+    add("--top-p", type=float, metavar="P", help="sample among the fewest that hold P")
+    add("--min-p", type=float, metavar="P", help="drop tokens below P times the likeliest")
+    add("--seed", type=int, help="default 0")
+    add(
+        "--max-new-tokens",
+        "--max-tokens",
+        "-n",
+        type=int,
+        default=256,
+        metavar="N",
+        help="default %(default)s",
+    )
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
+    add("--ignore-eos", action="store_true", help="go on past the end-of-text token")
+
+    group = parser.add_argument_group("output")
+    add = group.add_argument
+    add("--no-stream", action="store_true", help="print the text once it is complete")
+    add("--show-tree", action="store_true", help="draw each round's draft tree on stderr")
+    add("--stats", action="store_true", help="report each round, too, on stderr")
+    add("--json", action="store_true", help="one JSON object on stdout, and nothing else there")
+    return parser
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    """From the one place that names it; stdin if that is not a terminal; else the demo's."""
+    given = [
+        name
+        for name, value in (
+            ("PROMPT", args.prompt_words),
+            ("--prompt", args.prompt),
+            ("--prompt-file", args.prompt_file),
+        )
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise UserError(f"{given[0]} and {given[1]}: give the prompt once")
+    if args.prompt_file not in (None, "-"):
+        try:
+            return Path(args.prompt_file).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--prompt-file {args.prompt_file}: cannot be read ({error})") from None
+    if args.prompt_file == "-":
+        return sys.stdin.read()
+    prompt = args.prompt if args.prompt is not None else args.prompt_words
+    return DEMO_PROMPT if prompt is None else prompt
+
+
+def tree_config(args: argparse.Namespace) -> TreeConfig:
+    """Only what was given; a setting that the shape does not use is refused."""
+    shape = args.tree or "eagle2"
+    uses = load("--tree", shape, BUILDERS).uses
+    names = [field.name for field in dataclasses.fields(TreeConfig)]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    for name in given:
+        if name not in uses:
+            flag = "--" + name.replace("_", "-")
+            known = ", ".join("--" + use.replace("_", "-") for use in uses)
+            raise UserError(f"{flag}: --tree {shape} does not use it; it uses {known}")
+    return TreeConfig(**given)
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """Model and drafter flags -> settings; contradictions are refused."""
+    speculation = ("draft_model", "proposer", "tree", "verify", "show_tree") + tuple(
+        field.name for field in dataclasses.fields(TreeConfig)
+    )
+    model, draft, proposer = args.model, args.draft_model, args.proposer
+    if args.no_draft:
+        for name in speculation:
+            if getattr(args, name):
+                flag = "--" + name.replace("_", "-")
+                raise UserError(f"--no-draft and {flag}: plain decoding drafts nothing; drop one")
+    elif proposer is None:
+        proposer = "eagle3"
+    needs_head = proposer is not None and load("--proposer", proposer, PROPOSERS).needs_draft_model
+    if draft is not None and not needs_head:
+        raise UserError(f"--draft-model {draft}: --proposer {proposer} uses no draft model")
+    if needs_head and draft is None:
+        if model is not None:
+            raise UserError(
+                f"--model {model}: needs a head for it: give --draft-model DIR, or --proposer "
+                "ngram, or --no-draft"
+            )
+        draft = str(DEMO / "head")
+    if args.context is not None and args.context < 2:
+        raise UserError(f"--context {args.context}: must be at least 2")
+    return EngineConfig(
+        model=model or str(DEMO / "target"),
+        draft_model=draft,
+        proposer=proposer,
+        tree=args.tree or "eagle2",
+        tree_config=TreeConfig() if args.no_draft else tree_config(args),
+        device=args.device,
+        dtype=args.dtype,
+        context=args.context,
+    )
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """Sampling flags -> settings; those that greedy decoding would ignore are refused."""
+    sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p, args.seed or 0)
+    if sampling.greedy:
+        for flag in ("top_k", "top_p", "min_p", "seed"):
+            if getattr(args, flag) is not None:
+                name = "--" + flag.replace("_", "-")
+                raise UserError(
+                    f"{name} {getattr(args, flag)}: no effect at --temperature 0; set a temperature "
+                    f"or drop {name}"
+                )
+    return sampling
+
+
+def settings(config: EngineConfig, sampling: SamplingParams, rule_name: str) -> dict[str, object]:
+    """What was understood, for --json."""
+    speculation = config.proposer is not None
+    tree = dataclasses.asdict(config.tree_config)
+    uses = load("--tree", config.tree, BUILDERS).uses
+    return {
+        "model": config.model,
+        "draft_model": config.draft_model,
+        "proposer": config.proposer,
+        "tree": config.tree if speculation else None,
+        **({name: tree[name] for name in uses} if speculation else {}),
+        "verify": rule_name,
+        **dataclasses.asdict(sampling),
+        "device": config.device,
+        "dtype": config.dtype,
+    }
+
+
+def as_json(generation: Generation, settings: dict[str, object]) -> str:
+    """The one JSON object of --json."""
+    report = generation.report
+    return json.dumps(
+        {
+            "text": generation.text,
+            "token_ids": generation.token_ids,
+            "prompt_tokens": report.prompt_tokens,
+            "new_tokens": report.new_tokens,
+            "rounds": len(report.rounds),
+            "mean_accepted_length": report.mean_accepted_length,
+            "acceptance_by_depth": report.acceptance_by_depth,
+            "tokens_per_second": report.tokens_per_second,
+            "seconds": report.seconds(),
+            "finish_reason": generation.finish_reason,
+            "settings": settings,
+        }
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Check everything that needs no weights, load, generate, report."""
+    sampling = sampling_params(args)
+    params = GenerationParams(args.max_new_tokens, tuple(args.stop), args.ignore_eos)
+    config = engine_config(args)
+    rule = pick_rule(args.verify, sampling)
+    if args.threads is not None:
+        if args.threads < 1:
+            raise UserError(f"--threads {args.threads}: must be at least 1")
+        torch.set_num_threads(args.threads)
+    prompt = read_prompt(args)
+    if not prompt:
+        raise UserError("--prompt: the prompt is empty; give at least one token of text")
+    engine = Engine(config)
+    generation = engine.generate(engine.encode(prompt), sampling, params, rule)
+    streaming = not (args.json or args.no_stream)
+    if streaming:
+        print(prompt, end="", flush=True)
+    for number, emitted in enumerate(generation):
+        if streaming:
+            print(emitted.text, end="", flush=True)
+        if emitted.round is None:
+            continue
+        if args.stats:
+            stats = dataclasses.asdict(emitted.round.stats)
+            print(f"[round {number}: {json.dumps(stats)}]", file=sys.stderr)
+        if args.show_tree:
+            tree = draw_tree(emitted.round.tree, emitted.round.accepted, engine.tokenizer)
+            print(f"\n[round {number}]\n{tree}", file=sys.stderr)
+    if args.json:
+        print(as_json(generation, settings(config, sampling, rule.name)))
+    else:
+        print("" if streaming else prompt + generation.text)
+    print(f"\n{generation.report.table()}", file=sys.stderr)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, or 2 with one line for a mistake of the user's."""
+    try:
+        run(make_parser().parse_args(argv))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

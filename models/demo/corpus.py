@@ -1,0 +1,221 @@
+"""The demo models' corpus: seeded stories, public-domain children's books, and a tokenizer.
+
+Stories come from the grammar in stories.py, so only a seed is needed; the books from one
+xz file of plain text. Two whole books and the grammar's held-out plots are never trained on.
+Written to the working folder, each file skipped where it exists: tokenizer.model (SentencePiece
+unigram; Kudo, 2018) and uint16 token arrays {train,heldout}_{stories,books}.bin, in which every
+document ends with eos.
+
+Shape suffixes: N tokens of an array, B sequences of a batch, T tokens of a sequence.
+"""
+
+import io
+import lzma
+import multiprocessing
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+import torch
+from torch import Tensor
+
+from .stories import story
+
+PAD, BOS, EOS, UNK = range(4)
+KINDS = ("stories", "books")
+# first paragraph of a held-out book, and the first paragraph after it (None: the end)
+HELD_OUT_BOOKS = (
+    ("Heidi's Years of Learning and Travel", "The River Bank"),  # Heidi
+    ("Mowgli's Brothers", None),  # The Jungle Book
+)
+DOCUMENT_WORDS = (1500, 3000)  # a book is cut at the first heading after 1500, at 3000 anyhow
+SEEDS_PER_TASK = 500
+SAMPLE_STORIES = 5000  # stories that the tokenizer sees, about as much text as the books
+
+
+def read_paragraphs(books: Path) -> list[str]:
+    """Paragraphs of the file, each on one line."""
+    text = lzma.open(books, "rt", encoding="utf-8").read()
+    joined = (re.sub(r"\s*\n\s*", " ", part).strip() for part in re.split(r"\n\s*\n", text))
+    return [part for part in joined if part]
+
+
+def split_books(paragraphs: list[str]) -> tuple[list[str], list[str]]:
+    """-> (training paragraphs, held-out paragraphs). An anchor that is not unique is an error."""
+
+    def find(anchor: str) -> int:
+        places = [i for i, paragraph in enumerate(paragraphs) if paragraph == anchor]
+        if len(places) != 1:
+            raise ValueError(f"--books: {anchor!r} opens {len(places)} paragraphs; expected one")
+        return places[0]
+
+    held_out: set[int] = set()
+    for first, after in HELD_OUT_BOOKS:
+        held_out |= set(range(find(first), len(paragraphs) if after is None else find(after)))
+    train = [text for i, text in enumerate(paragraphs) if i not in held_out]
+    return train, [paragraphs[i] for i in sorted(held_out)]
+
+
+def documents(paragraphs: list[str]) -> Iterator[str]:
+    """Chapter-sized runs of paragraphs, cut before a heading where there is one."""
+    run: list[str] = []
+    words = 0
+    low, high = DOCUMENT_WORDS
+    for paragraph in paragraphs:
+        heading = len(paragraph) < 60 and paragraph[-1] not in ".,:;!?\"'"
+        if words >= high or (words >= low and heading):
+            yield "\n\n".join(run)
+            run, words = [], 0
+        run.append(paragraph)
+        words += len(paragraph.split())
+    if run:
+        yield "\n\n".join(run)
+
+
+def train_tokenizer(paragraphs: list[str], vocab_size: int, path: Path) -> None:
+    """SentencePiece that gives every text back unchanged: bytes for the unknown, no normaliser."""
+    sample = [line for seed in range(SAMPLE_STORIES) for line in story(seed).split("\n\n")]
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sample + paragraphs),
+        model_writer=model,
+        model_type="unigram",
+        vocab_size=vocab_size,
+        character_coverage=1.0,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        user_defined_symbols=["\n", "\n\n"],  # the trainer reads lines and never sees one
+        pad_id=PAD,
+        bos_id=BOS,
+        eos_id=EOS,
+        unk_id=UNK,
+        minloglevel=1,
+    )
+    path.write_bytes(model.getvalue())
+
+
+def encode(texts: list[str], tokenizer: sentencepiece.SentencePieceProcessor) -> bytes:
+    """Documents -> uint16 ids, eos after each."""
+    ids = [token for one in tokenizer.encode(texts) for token in (*one, EOS)]
+    return np.array(ids, dtype=np.uint16).tobytes()
+
+
+def encode_documents(texts: list[str], model: bytes) -> bytes:
+    """A worker's task for the books."""
+    return encode(texts, sentencepiece.SentencePieceProcessor(model_proto=model))
+
+
+def encode_stories(first_seed: int, model: bytes, split: str) -> bytes:
+    """A worker's task for the stories: tell and encode."""
+    tokenizer = sentencepiece.SentencePieceProcessor(model_proto=model)
+    seeds = range(first_seed, first_seed + SEEDS_PER_TASK)
+    return encode([story(seed, split) for seed in seeds], tokenizer)
+
+
+def write_tokens(
+    path: Path, task: Callable[..., bytes], items: Iterator[object], limit: int | None
+) -> None:
+    """Run the task over the items in order on all cores until there are `limit` tokens."""
+    if path.exists():
+        return
+    partly = path.with_suffix(".part")
+    written = 0
+    # forked: nothing has touched the GPU yet, and the workers need no imports of their own
+    with multiprocessing.get_context("fork").Pool() as pool, partly.open("wb") as file:
+        for block in pool.imap(task, items):
+            file.write(block)
+            written += len(block) // 2
+            if limit is not None and written >= limit:
+                break
+    partly.rename(path)
+    print(f"corpus: {path.name}: {written:,} tokens", flush=True)
+
+
+def build_corpus(
+    books: Path, work: Path, vocab_size: int, story_tokens: int, heldout_tokens: int
+) -> None:
+    """Write tokenizer.model and the four token arrays into `work`."""
+    work.mkdir(parents=True, exist_ok=True)
+    train, held_out = split_books(read_paragraphs(books))
+    tokenizer_path = work / "tokenizer.model"
+    if not tokenizer_path.exists():
+        train_tokenizer(train, vocab_size, tokenizer_path)
+        print(f"corpus: tokenizer.model: {tokenizer_path.stat().st_size:,} bytes", flush=True)
+    model = tokenizer_path.read_bytes()
+    for split, paragraphs in (("train", train), ("heldout", held_out)):
+        task = partial(encode_documents, model=model)
+        parts = ([text] for text in documents(paragraphs))
+        write_tokens(work / f"{split}_books.bin", task, parts, None)
+    for split, limit in (("train", story_tokens), ("heldout", heldout_tokens)):
+        seeds = range(0, 1 + 2 * limit // 100, SEEDS_PER_TASK)  # a story has over 100 tokens
+        task = partial(encode_stories, model=model, split=split)
+        write_tokens(work / f"{split}_stories.bin", task, iter(seeds), limit)
+
+
+class Windows:
+    """Shuffled windows of a token array, without end; the n-th is the same in every run.
+
+    Each pass over the array cuts it at another offset.
+    """
+
+    def __init__(self, path: Path, length: int, seed: int, device: torch.device) -> None:
+        token_N = np.fromfile(path, dtype=np.uint16)
+        self.per_pass = (len(token_N) - 1) // length - 1
+        if self.per_pass < 1:
+            raise ValueError(f"{path}: {len(token_N)} tokens are too few for {length} a window")
+        # int16: torch indexes it on every device, and ids stay far below 2**15
+        self.token_N = torch.from_numpy(token_N.view(np.int16)).to(device)
+        self.length = length
+        self.seed = seed
+        self.start: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
+
+    def starts(self, index: int) -> np.ndarray:
+        """Where the windows of pass `index` begin."""
+        if self.start[0] != index:
+            rng = np.random.default_rng((self.seed, index))
+            order = rng.permutation(self.per_pass) * self.length + rng.integers(self.length)
+            self.start = (index, order)
+        return self.start[1]
+
+    def take(self, first: int, count: int) -> Tensor:
+        """Windows first .. first + count as int64 [count, length + 1]: inputs and next tokens."""
+        picked = [self.starts(n // self.per_pass)[n % self.per_pass] for n in
+                  range(first, first + count)]
+        start_B = torch.from_numpy(np.array(picked)).to(self.token_N.device)
+        offset_T = torch.arange(self.length + 1, device=self.token_N.device)
+        return self.token_N[start_B[:, None] + offset_T].long()
+
+
+class Mixture:
+    """Batches with a fixed share of stories; the rest of each is book prose."""
+
+    def __init__(
+        self, work: Path, split: str, length: int, story_share: float, device: torch.device
+    ) -> None:
+        self.kinds = {
+            kind: Windows(work / f"{split}_{kind}.bin", length, seed, device)
+            for seed, kind in enumerate(KINDS)
+        }
+        self.story_share = story_share
+
+    def batch(self, step: int, size: int) -> Tensor:
+        """The batch of a step, int64 [size, length + 1]."""
+        stories = round(size * self.story_share)
+        counts = (stories, size - stories)
+        return torch.cat(
+            [window.take(step * n, n) for window, n in zip(self.kinds.values(), counts)]
+        )
+
+    def token_counts(self, vocab_size: int) -> Tensor:
+        """How often each id is met under this mixture, as a share of all."""
+        share = torch.zeros(vocab_size)
+        for weight, kind in zip((self.story_share, 1 - self.story_share), KINDS):
+            token_N = self.kinds[kind].token_N
+            share += weight * torch.bincount(token_N.int(), minlength=vocab_size).cpu() / len(token_N)
+        return share

@@ -1,0 +1,171 @@
+"""Reading checkpoints: safetensors files into parameters, every tensor accounted for.
+
+A model lists its `placements()`; this file walks them. Nothing is unpickled and no code of a
+checkpoint runs. Knows no architecture beyond which tensor names it may skip.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .config import KimiConfig
+from .eagle3 import Eagle3, Eagle3Config, resolve_taps
+from .interface import Placement, UserError
+from .kimi_k25 import KimiK25
+
+# Kimi-K2.5 sees pictures; minispec does not. weight_shape repeats what the config says.
+SKIPPED_PREFIXES = ("vision_tower.", "mm_projector.")
+SKIPPED_SUFFIXES = (".weight_shape", ".rotary_emb.inv_freq")
+HEAD_SKIPPED = ("t2d",)  # the inverse of d2t
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or one line that says what is wrong with it."""
+    if not path.is_file():
+        raise UserError(f"{path}: file is missing; a model folder holds config.json and weights")
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: holds no JSON object")
+    return content
+
+
+class Checkpoint:
+    """A folder with config.json and one or many safetensors files."""
+
+    def __init__(self, folder: str | Path, flag: str) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise UserError(f"{flag} {folder}: no such folder; give the folder of a checkpoint")
+        if not any(self.folder.iterdir()):
+            raise UserError(f"{flag} {folder}: the folder is empty; it needs config.json and weights")
+        self.config_path = self.folder / "config.json"
+        self.config = read_json(self.config_path)
+        self.file_of = self._index()
+
+    def _index(self) -> dict[str, Path]:
+        """Tensor name -> file, from the index if there is one, else from the files."""
+        index_path = self.folder / "model.safetensors.index.json"
+        if index_path.is_file():
+            names = read_json(index_path).get("weight_map")
+            if not isinstance(names, dict):
+                raise UserError(f"{index_path}: key 'weight_map' is missing")
+            for file in sorted(set(names.values())):
+                if not (self.folder / file).is_file():
+                    raise UserError(f"{index_path}: names {file}, which is not in the folder")
+            return {name: self.folder / file for name, file in names.items()}
+        files = sorted(self.folder.glob("*.safetensors"))
+        if not files:
+            raise UserError(f"{self.folder}: holds no .safetensors file; other formats are not read")
+        return {name: path for path in files for name in self._open(path).keys()}
+
+    @staticmethod
+    def _open(path: Path) -> Any:
+        try:
+            return safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path}: not a whole safetensors file ({error})") from None
+
+    def load(self, placements: Iterable[Placement], skipped: tuple[str, ...] = ()) -> None:
+        """Fill every placement; raise UserError if a tensor is missing, misshapen or unused."""
+        wanted = {placement.name: placement.into for placement in placements}
+        present = {name for name in self.file_of if not is_skipped(name, skipped)}
+        refuse(self.folder, "is missing", wanted.keys() - present)
+        refuse(self.folder, "has no place in the model of config.json", present - wanted.keys())
+        by_file: dict[Path, list[str]] = {}
+        for name in wanted:
+            by_file.setdefault(self.file_of[name], []).append(name)
+        for path, names in sorted(by_file.items()):
+            with self._open(path) as tensors:
+                held = set(tensors.keys())
+                for name in names:
+                    if name not in held:
+                        raise UserError(f"{path}: the index puts tensor {name} here; it is not")
+                    self._fill(wanted[name], tensors.get_tensor(name), f"{path}: tensor {name}")
+
+    @staticmethod
+    def _fill(into: Tensor, tensor: Tensor, where: str) -> None:
+        if tensor.shape != into.shape:
+            raise UserError(
+                f"{where} has shape {list(tensor.shape)}; the config asks for {list(into.shape)}"
+            )
+        if tensor.is_floating_point() != into.is_floating_point():
+            raise UserError(f"{where} is {tensor.dtype}; {into.dtype} was expected")
+        with torch.no_grad():
+            into.copy_(tensor)
+
+
+def is_skipped(name: str, also: tuple[str, ...]) -> bool:
+    """Whether a tensor is left in the file by a named rule."""
+    return name.startswith(SKIPPED_PREFIXES) or name.endswith(SKIPPED_SUFFIXES) or name in also
+
+
+def refuse(folder: Path, what: str, names: set[str]) -> None:
+    """Raise if a set of tensor names that should be empty is not."""
+    if names:
+        first = min(names)
+        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+        raise UserError(f"{folder}: tensor {first} {what}{more}")
+
+
+def load_target(
+    folder: str | Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    expert_dtype: torch.dtype,
+    context: int | None,
+) -> KimiK25:
+    """A Kimi-K2.5 checkpoint folder -> model ready to run `context` positions."""
+    checkpoint = Checkpoint(folder, "--model")
+    config = KimiConfig.from_json(checkpoint.config, str(checkpoint.config_path))
+    with torch.device(device):
+        model = KimiK25(config, dtype, expert_dtype)
+    checkpoint.load(model.placements())
+    model.finish_loading(context or config.max_position_embeddings)
+    return model
+
+
+def load_head(
+    folder: str | Path, target: KimiK25, device: torch.device, dtype: torch.dtype, context: int
+) -> Eagle3:
+    """An EAGLE-3 head folder -> head wired to `target`, whose taps it also sets.
+
+    Raises UserError where the head's widths or vocabulary do not fit the target.
+    """
+    checkpoint = Checkpoint(folder, "--draft-model")
+    where = str(checkpoint.config_path)
+    config = Eagle3Config.from_json(checkpoint.config, where)
+    width, vocab = target.config.hidden_size, target.config.vocab_size
+    own_embedding = "embed_tokens.weight" in checkpoint.file_of
+    if config.target_hidden_size != width:
+        raise UserError(
+            f"{where}: the head reads target states of width {config.target_hidden_size}; "
+            f"the target's hidden_size is {width}"
+        )
+    if not own_embedding and config.hidden_size != width:
+        raise UserError(
+            f"{where}: hidden_size is {config.hidden_size} and the head has no embed_tokens; "
+            f"it cannot share the target's, whose width is {width}"
+        )
+    if config.vocab_size != vocab:
+        raise UserError(
+            f"{where}: vocab_size is {config.vocab_size}; the target's vocabulary has {vocab}"
+        )
+    if config.draft_vocab_size < vocab and "d2t" not in checkpoint.file_of:
+        raise UserError(
+            f"{where}: draft_vocab_size is {config.draft_vocab_size} of {vocab}, but the head has "
+            "no d2t tensor to map draft ids to target ids"
+        )
+    with torch.device(device):
+        head = Eagle3(config, dtype, own_embedding)
+    checkpoint.load(head.placements(), HEAD_SKIPPED)
+    head.finish_loading(target.embed_tokens, context)
+    target.tap_boundaries = resolve_taps(config.aux_layer_ids, target.num_layers)
+    return head
