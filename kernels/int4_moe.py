@@ -62,12 +62,12 @@ def int4_moe_reference(
         )
         gate, up = F.linear(x_TD[token], gate_up).chunk(2, dim=-1)
         out_TKD[token, slot] = F.linear(F.silu(gate) * up, down)
-    return combine(out_TKD, weight_TK)
+    return combine(out_TKD, weight_TK).to(x_TD.dtype)
 
 
 def combine(out_TKD: Tensor, weight_TK: Tensor) -> Tensor:
     """Weighted sum of a token's experts, always in slot order whatever else is in the step."""
-    weighted_TKD = out_TKD * weight_TK.unsqueeze(-1).to(out_TKD.dtype)
+    weighted_TKD = out_TKD * weight_TK.unsqueeze(-1)  # float32 or wider, as the weights are
     total_TD = weighted_TKD[:, 0]
     for slot in range(1, weighted_TKD.shape[1]):
         total_TD = total_TD + weighted_TKD[:, slot]
@@ -132,4 +132,4 @@ def int4_moe_cpu(
         [product(inner[a:b], experts.down[e][0], GROUP, experts.down[e][1]) for e, a, b in spans]
     )
     out_TKD = torch.empty_like(down).index_copy_(0, order, down).view(count, slots, -1)
-    return combine(out_TKD.float(), weight_TK).to(x_TD.dtype)
+    return combine(out_TKD, weight_TK).to(x_TD.dtype)

@@ -136,7 +136,8 @@ def route(
     The bias only steers the choice; the weights are the bare sigmoids, normalised over the
     chosen and multiplied by `scaling`.
     """
-    score_TE = F.linear(at_least_float32(x_TD), at_least_float32(gate_ED)).sigmoid()
+    wide_TD = at_least_float32(x_TD)
+    score_TE = F.linear(wide_TD, gate_ED.to(wide_TD.dtype)).sigmoid()
     expert_TK = (score_TE + bias_E).topk(experts_per_token, dim=-1).indices
     weight_TK = score_TE.gather(-1, expert_TK)
     weight_TK = weight_TK / (weight_TK.sum(-1, keepdim=True) + 1e-20) * scaling

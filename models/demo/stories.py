@@ -41,6 +41,7 @@ PEOPLE = {"n": "", "m": "m.", "s": "s.", "e": "e."}
 FACTS = {p + x for p in PEOPLE.values() for x in PRONOUNS["he"]} | set(PEOPLE) | set(
     "n's name kind m.kind thing bare thing2 bare2 place at d1 d2 d3 place2 at2".split())
 AN = re.compile(r"\b([Aa]) (?=[aei]|o(?!n(?:e|ce)\b)|u(?!ni|se)|hour|honest)")
+SAID_I = re.compile(r"\b(said|cried|called|shouted|snapped|asked|answered|replied|wondered) I\b")
 CAPITAL = re.compile(r'^"?[a-z]')
 
 
@@ -139,6 +140,7 @@ class Teller:
     def __init__(self, rules: Grammar, seed: int) -> None:
         self.rules, self.random = rules, random.Random(seed).random
         self.facts: dict[str, str] = {}
+        self.last: dict[int, int] = {}
         self.title, self.flags, self.beats = self.choose(rules.plots)
         first = "first" in self.flags
         for who, dot in PEOPLE.items():
@@ -189,7 +191,11 @@ class Teller:
             options, key, capital = part
             word = self.facts.get(key) if key else None
             if word is None:
-                word = self.fill(options[int(self.random() * len(options))])
+                index = int(self.random() * len(options))
+                if self.last.get(id(options)) == index:
+                    index = (index + 1) % len(options)  # do not name the same thing twice running
+                self.last[id(options)] = index
+                word = self.fill(options[index])
                 if key:
                     self.facts[key] = word
             text += word[:1].upper() + word[1:] if capital else word
@@ -216,6 +222,8 @@ class Teller:
         out: list[str] = []
         self.play(self.beats, out)
         text = re.sub(r"(?: ?\n\n ?)+", "\n\n", " ".join(x or "\n\n" for x in out))
+        if self.facts["n"] == "I":
+            text = SAID_I.sub(r"I \1", text)
         return AN.sub(r"\1n ", text).strip()
 
 

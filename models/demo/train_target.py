@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.int4_moe import GROUP
+from ...train import learning_rate
 from ..config import KimiConfig
 from ..kimi_k25 import softmax_scale
 from ..layers import MLP, RMSNorm, rope_pairs, rope_table, route, swiglu
@@ -238,14 +239,6 @@ class Phase:
         return max(1, self.tokens // (self.batch * self.sequence))
 
 
-def learning_rate(step: int, steps: int, warmup: int, peak: float, final: float) -> float:
-    """Linear warm-up, then half a cosine."""
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
-    return final + (peak - final) * (1 + math.cos(math.pi * progress)) / 2
-
-
 def make_optimizer(model: TrainableKimi) -> torch.optim.AdamW:
     """AdamW; weight decay on matrices alone, and not on the embedding."""
     decay, plain = [], []
@@ -300,12 +293,18 @@ def train_phase(
         optimizer.load_state_dict(state["optimizer"])
         step, spent, log = state["step"], state["seconds"], state["log"]
     set_phase(model, phase)
-    begun, begun_at = time.monotonic() - spent, step
-    recent = time.monotonic()
+    begun = time.monotonic() - spent
+    recent, recent_step = time.monotonic(), step
 
     def save() -> None:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-        torch.save(state | {"seconds": time.monotonic() - begun, "log": log}, path.with_suffix(".part"))
+        state = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "step": step,
+            "seconds": time.monotonic() - begun,
+            "log": log,
+        }
+        torch.save(state, path.with_suffix(".part"))
         path.with_suffix(".part").rename(path)
 
     while step < phase.steps:
@@ -315,9 +314,8 @@ def train_phase(
         step += 1
         if step % LOG_EVERY == 0 or step in (1, phase.steps):
             value, now = loss.item(), time.monotonic()
-            count = (step - 1) % LOG_EVERY + 1 if step - begun_at >= LOG_EVERY else step - begun_at
-            speed = count * phase.batch * phase.sequence / (now - recent)
-            recent = now
+            speed = (step - recent_step) * phase.batch * phase.sequence / (now - recent)
+            recent, recent_step = now, step
             if not math.isfinite(value):
                 raise RuntimeError(f"{phase.name}: loss is {value} at step {step}")
             log.append([step, round(value, 4)])
@@ -332,7 +330,7 @@ def train_phase(
             save()
             print(f"{phase.name}: out of time at step {step}; run again to go on", flush=True)
             return None
-    seconds = log_seconds(path)
+    seconds = time.monotonic() - begun
     tokens = phase.steps * phase.batch * phase.sequence
     return {
         "tokens": tokens,
@@ -340,11 +338,6 @@ def train_phase(
         "tokens_per_s": round(tokens / max(seconds, 1e-9)),
         "loss": log,
     }
-
-
-def log_seconds(path: Path) -> float:
-    """What a finished phase took, over all its runs."""
-    return float(torch.load(path, map_location="cpu", weights_only=True)["seconds"])
 
 
 @torch.no_grad()
@@ -357,7 +350,8 @@ def evaluate(
     before = model.fake_quant
     for kind, windows in kinds.items():
         result[kind] = {}
-        for name, model.fake_quant in (("float", False), ("int4", True)):
+        for name, quantised in (("float", False), ("int4", True)):
+            model.fake_quant = quantised
             losses = [
                 next_token_loss(model, windows.take(i * batch, batch)) for i in range(batches)
             ]
