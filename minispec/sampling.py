@@ -65,7 +65,7 @@ def probs(logits_NV: Tensor, params: SamplingParams) -> Tensor:
 
 def keep_sorted(prob_NV: Tensor, first: int | None = None, mass: float | None = None) -> Tensor:
     """Keep the `first` likeliest tokens, or the fewest that reach `mass`; lowest ids on ties."""
-    sorted_NV, id_NV = prob_NV.sort(-1, descending=True, stable=True)
+    sorted_NV, id_NV = prob_NV.sort(dim=-1, descending=True, stable=True)
     if first is not None:
         sorted_NV[:, first:] = 0.0
     if mass is not None:
@@ -99,16 +99,20 @@ class KeyedRandom:
 
 
 class RoundRandom:
-    """The keyed numbers of one round; depth d decides the token at position `length + 1 + d`."""
+    """The random decisions of one round; the node at depth d decides position `length + 1 + d`.
+
+    A rule asks for coins and draws and never sees a bare number, so that a test can put an
+    enumerator of all outcomes in this object's place.
+    """
 
     def __init__(self, random: KeyedRandom, length: int) -> None:
         self.random = random
         self.length = length
 
-    def accept(self, depth: int, slot: int) -> float:
-        """The coin for the child in `slot` of the node at `depth`."""
-        return self.random.uniform(self.length + 1 + depth, ACCEPT, slot)
+    def coin(self, prob: float, depth: int, slot: int) -> bool:
+        """True with probability `prob`; for the child in `slot` of the node at `depth`."""
+        return self.random.uniform(self.length + 1 + depth, ACCEPT, slot) < prob
 
-    def draw(self, depth: int) -> float:
-        """The number that draws the token after the node at `depth`."""
-        return self.random.uniform(self.length + 1 + depth, DRAW)
+    def draw(self, prob_V: Tensor, depth: int) -> int:
+        """A token by `prob_V`, which need not be normalised; after the node at `depth`."""
+        return draw(prob_V, self.random.uniform(self.length + 1 + depth, DRAW))

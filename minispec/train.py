@@ -67,6 +67,11 @@ class Unrolled:
         }
 
 
+def mixed_precision(device: torch.device) -> torch.autocast:
+    """Products in bfloat16 on a GPU; a CPU, where they are slow, keeps float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
 def learning_rate(step: int, steps: int, warmup: int, peak: float, final: float) -> float:
     """Linear warm-up, then half a cosine."""
     if step < warmup:
@@ -187,8 +192,7 @@ def train_head(
             group["lr"] = learning_rate(
                 update - 1, options.updates, options.warmup, options.peak_lr, options.final_lr
             )
-        device = batch.ids_BT.device.type
-        with torch.autocast(device, torch.bfloat16):
+        with mixed_precision(batch.ids_BT.device):
             result = unrolled_loss(head, batch, options.depths, options.decay)
         result.loss.backward()
         nn.utils.clip_grad_norm_(trained, options.clip)
@@ -210,7 +214,7 @@ def evaluate_head(head: Eagle3, batches: Iterator[HeadBatch], depths: int) -> di
     """Means over held-out batches: loss, agreement per depth, mass of the draft vocabulary."""
     results = []
     for batch in batches:
-        with torch.autocast(batch.ids_BT.device.type, torch.bfloat16):
+        with mixed_precision(batch.ids_BT.device):
             results.append(unrolled_loss(head, batch, depths, 1.0))
     loss, agree_L, mass = (
         torch.stack([getattr(result, name) for result in results]).mean(0)

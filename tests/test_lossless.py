@@ -8,15 +8,15 @@ PROPOSERS = ["eagle3", "ngram"]
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("proposer", PROPOSERS)
 @pytest.mark.parametrize("tree", TREES)
 def test_greedy_text_is_plain_greedy_text(tree: str, proposer: str, seed: int) -> None:
     target, head = toy_pair(seed)
     prompt = [(token * (seed + 1)) % 127 for token in PROMPT]
-    plain, _ = decode(make_decoder(target), prompt, 60)
+    plain, _ = decode(make_decoder(target), prompt, 40)
     decoder = make_decoder(target, make_proposer(proposer, head, tree), tree)
-    drafted, _ = decode(decoder, prompt, 60)
+    drafted, _ = decode(decoder, prompt, 40)
     assert drafted == plain
 
 

@@ -28,7 +28,7 @@ CONTEXT = 256
 TREES = {
     "chain": TreeConfig(num_steps=3),
     "eagle2": TreeConfig(num_steps=4, topk=3, num_draft_nodes=10),
-    "static": TreeConfig(static_tree="[0],[1],[2],[0,0],[0,2],[1,0],[0,0,1],[0,0,1,0]"),
+    "static": TreeConfig(static_tree="[0],[1],[2],[0,0],[0,2],[1,0],[0,0,0],[1,0,1]"),
 }
 
 

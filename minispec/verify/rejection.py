@@ -12,7 +12,7 @@ Needs no draft probabilities. At temperature 0 it is the greedy rule.
 
 from torch import Tensor
 
-from ..sampling import RoundRandom, draw
+from ..sampling import RoundRandom
 from ..tree import DraftTree
 from . import Accepted
 
@@ -37,8 +37,9 @@ class Rejection:
                 if token in tried:
                     continue  # a duplicate has no mass left
                 prob = float(prob_V[token])
-                # u * left < p instead of u < p / left: no division by a vanishing rest
-                if prob > 0.0 and rng.accept(depth, slot) * left < prob:
+                # rounding can leave a hair less than the last child's mass: then it is certain
+                chance = prob / left if left > prob else 1.0
+                if prob > 0.0 and rng.coin(chance, depth, slot):
                     path.append(child)
                     break
                 tried.add(token)
@@ -48,4 +49,4 @@ class Rejection:
                 rest_V[list(tried)] = 0.0
                 if float(rest_V.sum()) <= 0.0:
                     rest_V = prob_V  # rounding rejected the whole support: a last child is due
-                return Accepted(path, draw(rest_V, rng.draw(depth)))
+                return Accepted(path, rng.draw(rest_V, depth))
