@@ -8,7 +8,7 @@ Bytes moved: 9/16 of a byte per weight of every *distinct* expert that the step 
 draft tree costs more than a token by the experts it wakes. Flops: 6 * T * K * D * F.
 
 Shape suffixes: T tokens, K experts per token, E experts, D model, F expert width, N outputs of
-one product, G groups of 32 inputs, W packed words.
+one product, G groups of 32 inputs, W packed words, M token-expert pairs.
 """
 
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ def combine(out_TKD: Tensor, weight_TK: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class CpuExperts:
-    """The experts in the layout of PyTorch's own CPU kernel, one entry an expert.
+    """The experts in the layout of PyTorch's own CPU kernel: (tiles, scales) of each expert.
 
     Still 4 bits a weight. The kernel takes a scale and a zero point per group, both bfloat16;
     the zero points are 0 here.
@@ -84,23 +84,21 @@ class CpuExperts:
 
     gate_up: list[tuple[Tensor, Tensor]]
     down: list[tuple[Tensor, Tensor]]
-    gate_up_width: int
 
 
 def repack_for_cpu(experts: PackedExperts) -> CpuExperts:
     """Checkpoint layout -> CPU kernel layout; every bit of code and scale is kept."""
 
     def one(packed_NW: Tensor, scale_NG: Tensor) -> tuple[Tensor, Tensor]:
-        ones = torch.ones_like(scale_NG, dtype=torch.float32)
-        code_ND = unpack_int4(packed_NW, ones, torch.float32).add_(8).to(torch.int32)
-        tiled = torch.ops.aten._convert_weight_to_int4pack_for_cpu(code_ND, 1)
+        ones_NG = torch.ones_like(scale_NG, dtype=torch.float32)
+        code_ND = unpack_int4(packed_NW, ones_NG, torch.float32).add_(8).to(torch.int32)
+        tiles = torch.ops.aten._convert_weight_to_int4pack_for_cpu(code_ND, 1)
         scale_GN = scale_NG.t().to(torch.bfloat16)
-        return tiled, torch.stack([scale_GN, torch.zeros_like(scale_GN)], -1).contiguous()
+        return tiles, torch.stack([scale_GN, torch.zeros_like(scale_GN)], dim=-1).contiguous()
 
     return CpuExperts(
         [one(*pair) for pair in zip(experts.gate_up_packed_ENW, experts.gate_up_scale_ENG)],
         [one(*pair) for pair in zip(experts.down_packed_ENW, experts.down_scale_ENG)],
-        experts.gate_up_packed_ENW.shape[1],
     )
 
 
@@ -109,27 +107,23 @@ def int4_moe_cpu(
 ) -> Tensor:
     """The same sum through PyTorch's CPU INT4 product: bfloat16 in and out, float32 inside.
 
-    Tokens are sorted by expert, so that each expert is one product over a run of rows.
+    Tokens are sorted by expert, so that each expert is one product over a span of rows.
     """
-    count, slots = expert_TK.shape
     order = expert_TK.flatten().argsort(stable=True)
-    chosen = expert_TK.flatten().tolist()
-    runs = [0] * (len(experts.down) + 1)
-    for expert in chosen:
-        runs[expert + 1] += 1
-    for expert in range(len(experts.down)):
-        runs[expert + 1] += runs[expert]
-    present = sorted(set(chosen))
-    product = torch.ops.aten._weight_int4pack_mm_for_cpu
-    x16 = x_TD.to(torch.bfloat16)[order // slots]
-    spans = [(expert, runs[expert], runs[expert + 1]) for expert in present]
-    gate_up = torch.cat(
-        [product(x16[a:b], experts.gate_up[e][0], GROUP, experts.gate_up[e][1]) for e, a, b in spans]
-    )
-    gate, up = gate_up.chunk(2, dim=-1)
-    inner = F.silu(gate) * up
-    down = torch.cat(
-        [product(inner[a:b], experts.down[e][0], GROUP, experts.down[e][1]) for e, a, b in spans]
-    )
-    out_TKD = torch.empty_like(down).index_copy_(0, order, down).view(count, slots, -1)
-    return combine(out_TKD, weight_TK).to(x_TD.dtype)
+    spans, start = [], 0
+    for expert, size in enumerate(expert_TK.flatten().bincount().tolist()):
+        if size:
+            spans.append((expert, slice(start, start + size)))
+            start += size
+
+    def product(row_MD: Tensor, weights: list[tuple[Tensor, Tensor]]) -> Tensor:
+        int4 = torch.ops.aten._weight_int4pack_mm_for_cpu
+        return torch.cat(
+            [int4(row_MD[span], weights[e][0], GROUP, weights[e][1]) for e, span in spans]
+        )
+
+    sorted_MD = x_TD.to(torch.bfloat16)[order // expert_TK.shape[1]]
+    gate_MF, up_MF = product(sorted_MD, experts.gate_up).chunk(2, dim=-1)
+    down_MD = product(F.silu(gate_MF) * up_MF, experts.down)
+    out_MD = torch.empty_like(down_MD).index_copy_(0, order, down_MD)
+    return combine(out_MD.unflatten(0, expert_TK.shape), weight_TK).to(x_TD.dtype)

@@ -129,7 +129,7 @@ def attend_unrolled(past: list[tuple[Tensor, Tensor]], hidden_NS: Tensor) -> Att
 
 
 def unroll(head: Eagle3, batch: HeadBatch, depths: int) -> Iterator[Tensor]:
-    """The head's logits [B, N, U] depth by depth, N = T - depths; row t, depth j: token t + 2 + j."""
+    """The logits [B, N, U] of each depth, N = T - depths; row t at depth j: token t + 2 + j."""
     rows = batch.ids_BT.shape[1] - depths
     device = batch.ids_BT.device
     position_N = torch.arange(rows, device=device)

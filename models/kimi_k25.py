@@ -77,14 +77,16 @@ class Attention(nn.Module):
             [config.q_lora_rank, rank, rope], dim=-1
         )
         q_THQ = self.q_b_proj(self.q_a_layernorm(q_a)).unflatten(-1, (-1, nope + rope))
-        row_TR = torch.cat([self.kv_a_layernorm(latent_TC), rope_pairs(key_TP, cos_sin_T2P)], -1)
+        turned_TXP = rope_pairs(  # all heads' queries and the one key, in one go
+            torch.cat([q_THQ[..., nope:], key_TP.unsqueeze(1)], dim=1), cos_sin_T2P.unsqueeze(1)
+        )
+        row_TR = torch.cat([self.kv_a_layernorm(latent_TC), turned_TXP[:, -1]], dim=-1)
         cache.write(layer, step.slot_T, row_TR)
 
         kv_b_HXC = self.kv_b_proj.weight.view(-1, nope + config.v_head_dim, rank)
         q_latent_THC = (q_THQ[..., :nope].transpose(0, 1) @ kv_b_HXC[:, :nope]).transpose(0, 1)
-        q_rope_THP = rope_pairs(q_THQ[..., nope:], cos_sin_T2P.unsqueeze(1))
         out_THC = mla_attention(
-            torch.cat([q_latent_THC, q_rope_THP], dim=-1),
+            torch.cat([q_latent_THC, turned_TXP[:, :-1]], dim=-1),
             cache.rows(layer, step.end),
             step.visible_TW,
             self.scale,

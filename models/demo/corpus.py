@@ -217,5 +217,6 @@ class Mixture:
         share = torch.zeros(vocab_size)
         for weight, kind in zip((self.story_share, 1 - self.story_share), KINDS):
             token_N = self.kinds[kind].token_N
-            share += weight * torch.bincount(token_N.int(), minlength=vocab_size).cpu() / len(token_N)
+            count_V = torch.bincount(token_N.int(), minlength=vocab_size).cpu()
+            share += weight * count_V / len(token_N)
         return share

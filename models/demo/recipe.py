@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from ...train import HeadOptions, train_head
 from ..config import KimiConfig
 from .corpus import BOS, EOS, PAD, Mixture, build_corpus
-from .export import config_json, export_target, load_target, write_json, write_shards
+from .export import config_json, export_target, write_json, write_shards
 from .train_head import HeadPlan, frozen_target, new_head, run_head_stage, training_batches
 from .train_target import (
     Phase,
@@ -64,7 +64,7 @@ class Recipe:
     # 64k tokens an update: at 256k, 120M tokens would be 460 updates only
     pretrain: Phase = Phase(
         name="pretrain", tokens=120_000_000, batch=128, sequence=512, peak_lr=2e-3,
-        final_lr=2e-4, warmup=150, dropout=0.1, fake_quant=False, balance=1e-3,
+        final_lr=2e-4, warmup=150, dropout=0.1, fake_quant=False, balance=3e-3,
     )
     # the whole context of 2048 positions, which pretraining saw the first 512 of
     qat: Phase = Phase(
@@ -72,7 +72,7 @@ class Recipe:
         final_lr=0.0, warmup=20, dropout=0.1, fake_quant=True, balance=0.0,
     )
     head: HeadPlan = HeadPlan(
-        intermediate=1024, draft_vocab=2048, aux_layer_ids=(2, 4, 5), tokens=60_000_000,
+        intermediate=1024, draft_vocab=3072, aux_layer_ids=(2, 4, 5), tokens=60_000_000,
         batch=32, sequence=1024, story_share=0.7, depths=5, peak_lr=1e-3, warmup=100,
         eval_batches=4,
     )

@@ -1,29 +1,28 @@
 """Seeded children's stories from a small text grammar: the training text of the demo models.
 
-``story(seed)`` returns one story of about 120-450 words as ASCII paragraphs with a blank line
-between them.  The same seed gives the same story on every machine.  ``split="heldout"`` uses
-only the plots marked held-out, and often the names, things and places marked held-out; the
-default ``split="train"`` never uses any of those.
+``story(seed)`` returns one story of about 150-500 words as ASCII paragraphs with a blank line
+between them, the same for the same seed on every machine.  ``split="heldout"`` uses only the
+plots marked held-out and often the names, things and places marked so; "train" uses none of them.
 
 The templates are text files in the folder ``stories``; a line that begins with # is a comment.
 
-words.txt   ``name: item, item`` adds to a word list.  An item that begins with * is for the
-            held-out split only.  In ``object`` the part of an item after ~ is its short name.
-            ``place: the wood; in the wood; the fallen log; ...`` is one place: its name, how
-            one is there, and at least three things seen there.
+words.txt   ``name: item, item`` adds to a word list; an item that begins with * is for the
+            held-out split only.  In ``object`` the short name of the thing follows the ~.
+            ``place: the wood; in the wood; the log; ...`` is one place: its name, how one is
+            there, and at least three things seen there.
 plots.txt   ``== title [flags]`` opens a plot.  Flags: heldout; kid or beast (the hero must be
-            one); first (told by the hero).  Beats follow, with a blank line between them; a
-            beat is one or more lines, one of which is used.  ``@scene`` as a line plays a scene.
-            A beat may begin with a line ``[...]`` holding a number (its chance in per cent),
-            ``/`` (starts a paragraph) or ``~`` (may trade places with neighbours marked so).
+            one); first (told by the hero).  Beats follow, with a blank line between them.  One
+            line of a beat is used; ``@scene`` as a line plays a scene.  A beat may begin with
+            a line ``[...]`` holding its chance in per cent, ``/`` (starts a paragraph) or ``~``
+            (may trade places with a neighbour marked so).
 scenes.txt  scenes that plots share, written in the same way.
 
 In a line, (a|b|) is a choice and {slot} is filled in: with a word from a list; with ``#x`` after
 the list's name, the same word all through the story; or with a fact of the story.  Facts are
-{n} the hero, {m} a friend, {s} a stranger and {e} an elder, their pronouns {he} {him} {his}
-{himself} (for others {m.he} and so on), {n's}, {name} (for use in speech), {kind}, {m.kind},
-{thing}, {bare}, {thing2}, {bare2}, {place}, {at}, {d1}, {d2}, {d3}, {place2}, {at2}.  A slot with
-a capital, {He}, is capitalised, as is the start of each line; a turns into an where needed.
+{n} the hero, {m} a friend, {s} a stranger, {e} an elder, their pronouns {he} {him} {his}
+{himself} (for others {m.he} and so on), {they} {their} the hero and the friend, {n's}, {name}
+(for use in speech), {kind}, {m.kind}, {thing}, {bare}, {thing2}, {bare2}, {place}, {at}, {d1},
+{d2}, {d3}, {place2}, {at2}.  {He} is capitalised, as is the start of each line; a turns into an.
 """
 
 from __future__ import annotations
@@ -38,18 +37,20 @@ from typing import Any, NamedTuple, Union
 DATA = Path(__file__).resolve().parent / "stories"
 PRONOUNS = {"she": ("she", "her", "her", "herself"), "he": ("he", "him", "his", "himself")}
 PEOPLE = {"n": "", "m": "m.", "s": "s.", "e": "e."}
-FACTS = {p + x for p in PEOPLE.values() for x in PRONOUNS["he"]} | set(PEOPLE) | set(
-    "n's name kind m.kind thing bare thing2 bare2 place at d1 d2 d3 place2 at2".split())
+FACTS = {dot + word for dot in PEOPLE.values() for word in PRONOUNS["he"]} | set(PEOPLE) | set(
+    "n's name kind m.kind they their thing bare thing2 bare2 place at d1 d2 d3 place2 at2".split())
+FIRST = {"n": "I", "he": "I", "him": "me", "his": "my", "himself": "myself", "n's": "my",
+         "they": "we", "their": "our"}
 AN = re.compile(r"\b([Aa]) (?=[aei]|o(?!n(?:e|ce)\b)|u(?!ni|se)|hour|honest)")
-SAID_I = re.compile(r"\b(said|cried|called|shouted|snapped|asked|answered|replied|wondered) I\b")
-CAPITAL = re.compile(r'^"?[a-z]')
+SAID_I = re.compile(r"\b(said|cried|called|shouted|yelled|exclaimed|asked|answered|replied) I\b")
+START = re.compile(r'^"?[a-z]')
 
 
 class Slot(NamedTuple):
-    """A hole in a line: one of some alternatives or, when there are none, a fact."""
+    """A hole in a line: one of some options or, when there are none, a fact."""
 
     options: list[list[Part]]
-    key: str  # the fact, or the name under which the word chosen is kept
+    key: str  # the fact, or the name under which the chosen word is kept
     capital: bool
 
 
@@ -57,7 +58,7 @@ Part = Union[str, Slot]
 
 
 class Beat(NamedTuple):
-    """One step of a plot: the lines to choose from; a line that is a str names a scene."""
+    """A step of a plot: the lines to choose from; a line that is a str names a scene."""
 
     lines: list[Union[str, list[Part]]]
     chance: float
@@ -71,25 +72,25 @@ class Grammar:
     def __init__(self, split: str) -> None:
         if split not in ("train", "heldout"):
             raise ValueError(f"unknown split: {split}")
-        self.heldout = split == "heldout"
+        heldout = split == "heldout"
+        entries = [x.partition(":") for x in self.read("words.txt").splitlines() if ":" in x]
+        self.words: dict[str, list[list[Part]]] = {name: [] for name, _, _ in entries}
         self.places: list[list[str]] = []
-        self.words: dict[str, list[list[Part]]] = {}
-        entries = [line.partition(":") for line in self.read("words.txt").splitlines() if ":" in line]
-        for name, _, _ in entries:
-            self.words[name] = []
         for name, _, body in entries:
             for item in [body] if name == "place" else body.split(","):
-                own = item.strip().startswith("*")
-                if own and not self.heldout:
-                    continue
                 text = item.strip().lstrip("*")
-                for _ in range(3 if own else 1):  # the held-out split prefers what is its own
-                    self.places.append(text.split("; ")) if name == "place" else (
-                        self.words[name].append(self.parse(text)))
-        self.scenes = {name: beats for name, _, beats in self.load("scenes.txt")}
-        self.plots = [p for p in self.load("plots.txt") if ("heldout" in p[1]) == self.heldout]
+                own = "*" in item
+                # The held-out split prefers the items that only it may use.
+                for _ in range((3 if heldout else 0) if own else 1):
+                    if name == "place":
+                        self.places.append(text.split("; "))
+                    else:
+                        self.words[name].append(self.parse(text))
+        self.scenes = {title: beats for title, _, beats in self.load("scenes.txt")}
+        self.plots = [x for x in self.load("plots.txt") if ("heldout" in x[1]) == heldout]
 
-    def read(self, name: str) -> str:
+    @staticmethod
+    def read(name: str) -> str:
         return re.sub(r"^#.*\n", "", (DATA / name).read_text("ascii"), flags=re.M)
 
     def load(self, name: str) -> list[tuple[str, list[str], list[Beat]]]:
@@ -98,8 +99,8 @@ class Grammar:
         for part in re.split(r"^== ", self.read(name), flags=re.M)[1:]:
             head, _, body = part.partition("\n")
             title, _, flags = head.rstrip("] ").partition(" [")
-            blocks = [b.strip().splitlines() for b in re.split(r"\n\s*\n", body) if b.strip()]
-            found.append((title.strip(), flags.split(), [self.beat(b) for b in blocks]))
+            blocks = [x.strip().splitlines() for x in re.split(r"\n\s*\n", body) if x.strip()]
+            found.append((title, flags.split(), [self.beat(x) for x in blocks]))
         return found
 
     def beat(self, lines: list[str]) -> Beat:
@@ -110,16 +111,15 @@ class Grammar:
 
     def parse(self, text: str) -> list[Part]:
         """Turn a line into literals and slots."""
-        tokens = re.findall(r"[(|)]|\{[^}]*\}|[^(|){]+", text)
         stack: list[list[list[Part]]] = [[[]]]
-        for token in tokens:
+        for token in re.findall(r"[(|)]|\{[^}]*\}|[^(|){]+", text):
             if token == "(":
                 stack.append([[]])
+            elif token == "|":
+                stack[-1].append([])
             elif token == ")":
                 options = stack.pop()
                 stack[-1][-1].append(Slot(options, "", False))
-            elif token == "|":
-                stack[-1].append([])
             else:
                 stack[-1][-1].append(self.slot(token[1:-1]) if token[0] == "{" else token)
         if len(stack) != 1 or len(stack[0]) != 1:
@@ -129,9 +129,14 @@ class Grammar:
     def slot(self, key: str) -> Slot:
         low = key[0].lower() + key[1:]
         name, mark, _ = low.partition("#")
-        if low not in FACTS and name not in self.words:
+        if low in FACTS:
+            return Slot([], low, low != key)
+        if name not in self.words:
             raise ValueError(f"unknown slot: {{{key}}}")
-        return Slot(self.words.get(name, []), low if mark or low in FACTS else "", low != key)
+        return Slot(self.words[name], low if mark else "", low != key)
+
+
+grammar = lru_cache(None)(Grammar)
 
 
 class Teller:
@@ -139,61 +144,59 @@ class Teller:
 
     def __init__(self, rules: Grammar, seed: int) -> None:
         self.rules, self.random = rules, random.Random(seed).random
-        self.facts: dict[str, str] = {}
         self.last: dict[int, int] = {}
         self.title, self.flags, self.beats = self.choose(rules.plots)
-        first = "first" in self.flags
+        facts = self.facts = {"they": "they", "their": "their"}
         for who, dot in PEOPLE.items():
-            sex = "she" if self.random() < 0.5 else "he"
-            self.facts.update(zip((dot + x for x in PRONOUNS["he"]), PRONOUNS[sex]))
-            child = self.random() < 0.6 if who == "m" or not {"kid", "beast"} & set(self.flags) else (
-                "kid" in self.flags)
-            if who in "nm":
-                name = self.fresh(("girl" if sex == "she" else "boy") if child else "beastname")
-                kind = ("girl" if sex == "she" else "boy") if child else self.fresh("species")
-                self.facts.update({who: name, dot + "kind": kind})
-            else:
-                self.facts[who] = self.fresh({"s": "stranger", "e": "elder_" + sex}[who])
-        self.facts["name"], self.facts["n's"] = self.facts["n"], self.facts["n"] + "'s"
-        if first:
-            self.facts.update(zip(("n", "he", "him", "his", "himself", "n's"),
-                                  ("I", "I", "me", "my", "myself", "my")))
+            sex = self.choose(("she", "he"))
+            facts.update(zip([dot + x for x in PRONOUNS["he"]], PRONOUNS[sex]))
+            if who in "se":
+                facts[who] = self.fresh("stranger" if who == "s" else "elder_" + sex)
+                continue
+            child = self.random() < 0.6
+            if who == "n" and ("kid" in self.flags or "beast" in self.flags):
+                child = "kid" in self.flags
+            human = "girl" if sex == "she" else "boy"
+            facts[who] = self.fresh(human if child else "beastname")
+            facts[dot + "kind"] = human if child else self.fresh("species")
+        facts.update({"name": facts["n"], "n's": facts["n"] + "'s"})
+        if "first" in self.flags:
+            facts.update(FIRST)
         for i in ("", "2"):
             whole = self.fresh("object")
-            self.facts["thing" + i], self.facts["bare" + i] = whole.replace("~", ""), whole.split("~")[1]
-            place = self.choose(rules.places)
-            while place[0] == self.facts.get("place"):
-                place = self.choose(rules.places)
-            self.facts["place" + i], self.facts["at" + i] = place[:2]
+            facts["thing" + i], facts["bare" + i] = whole.replace("~", ""), whole.split("~")[1]
+            place = self.choose([x for x in rules.places if x[0] != facts.get("place")])
+            facts["place" + i], facts["at" + i] = place[:2]
             if not i:
                 spots = place[2:]
                 for d in ("d1", "d2", "d3"):
-                    self.facts[d] = spots.pop(int(self.random() * len(spots)))
+                    facts[d] = spots.pop(int(self.random() * len(spots)))
 
-    def choose(self, items: list[Any]) -> Any:
+    def choose(self, items: Any) -> Any:
         """One of the items, each as likely as the others."""
         return items[int(self.random() * len(items))]
 
     def fresh(self, name: str) -> str:
-        """A word from a list that no fact of the story uses yet."""
+        """A word from a list that is not yet a fact of the story."""
         while True:
             word = self.fill(self.choose(self.rules.words[name]))
-            if word not in self.facts.values() and word.split("~")[-1] not in self.facts.values():
+            if word.split("~")[-1] not in self.facts.values():
                 return word
 
     def fill(self, line: list[Part]) -> str:
         """The text of a line with its slots filled."""
         text = ""
         for part in line:
-            if part.__class__ is str:
+            if isinstance(part, str):
                 text += part
                 continue
             options, key, capital = part
             word = self.facts.get(key) if key else None
             if word is None:
-                index = int(self.random() * len(options))
-                if self.last.get(id(options)) == index:
-                    index = (index + 1) % len(options)  # do not name the same thing twice running
+                # squared: a list's first words are the common ones, as in any language
+                index = int(self.random() ** 2 * len(options))
+                if self.last.get(id(options)) == index:  # not the same twice running
+                    index = (index + 1) % len(options)
                 self.last[id(options)] = index
                 word = self.fill(options[index])
                 if key:
@@ -202,32 +205,32 @@ class Teller:
         return text
 
     def play(self, beats: list[Beat], out: list[str]) -> None:
-        """Add the text of some beats; an empty string in the list starts a paragraph."""
+        """Add the text of some beats; a blank line stands for a new paragraph."""
         order = list(beats)
-        for i in range(len(order) - 1):  # one pass of neighbour swaps among loose beats
+        for i in range(len(order) - 1):
             if order[i].loose and order[i + 1].loose and self.random() < 0.5:
                 order[i], order[i + 1] = order[i + 1], order[i]
         for lines, chance, paragraph, _ in order:
             if chance < 1.0 and self.random() >= chance:
                 continue
             if paragraph or self.random() < 0.2:
-                out.append("")
+                out.append("\n\n")
             line = self.choose(lines)
-            if line.__class__ is str:
+            if isinstance(line, str):
                 self.play(self.rules.scenes[line], out)
             else:
-                out.append(CAPITAL.sub(lambda m: m[0].upper(), self.fill(line)))
+                text = START.sub(lambda m: m[0].upper(), self.fill(line))
+                if out and text[0] == '"' == out[-1][-1]:  # the next one speaks
+                    out.append("\n\n")
+                out.append(text)
 
     def tell(self) -> str:
         out: list[str] = []
         self.play(self.beats, out)
-        text = re.sub(r"(?: ?\n\n ?)+", "\n\n", " ".join(x or "\n\n" for x in out))
-        if self.facts["n"] == "I":
+        text = re.sub(r"\s*\n\s*", "\n\n", " ".join(out)).strip()
+        if "first" in self.flags:
             text = SAID_I.sub(r"I \1", text)
-        return AN.sub(r"\1n ", text).strip()
-
-
-grammar = lru_cache(None)(Grammar)
+        return AN.sub(r"\1n ", text)
 
 
 def story(seed: int, split: str = "train") -> str:

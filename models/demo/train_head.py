@@ -19,6 +19,7 @@ from ...train import (
     export_head,
     head_json,
     init_head,
+    mixed_precision,
     train_head,
 )
 from ..eagle3 import Eagle3, Eagle3Config, resolve_taps
@@ -67,7 +68,7 @@ def config_for(target: TrainableKimi, plan: HeadPlan, special: dict[str, int]) -
 @torch.no_grad()
 def observe(target: TrainableKimi, ids_BT: torch.Tensor) -> HeadBatch:
     """What the target computes on some texts."""
-    with torch.autocast(ids_BT.device.type, torch.bfloat16):
+    with mixed_precision(ids_BT.device):
         logits_BTV, taps_BTX = target(ids_BT)
     assert taps_BTX is not None
     return HeadBatch(ids_BT, taps_BTX, logits_BTV)
@@ -97,14 +98,8 @@ def new_head(
     device = target.lm_head.weight.device
     head.to(device)
     head.d2t = head.d2t.to(device)
-    head.finish_loading(target.embed_tokens.weight, config_positions(raw))
+    head.finish_loading(target.embed_tokens.weight, target.config.max_position_embeddings)
     return head, raw, t2d_V
-
-
-def config_positions(raw: dict[str, object]) -> int:
-    value = raw["max_position_embeddings"]
-    assert isinstance(value, int)
-    return value
 
 
 def frozen_target(folder: Path, plan: HeadPlan, device: torch.device) -> TrainableKimi:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.int4_moe import GROUP
-from ...train import learning_rate
+from ...train import learning_rate, mixed_precision
 from ..config import KimiConfig
 from ..kimi_k25 import softmax_scale
 from ..layers import MLP, RMSNorm, rope_pairs, rope_table, route, swiglu
@@ -250,7 +250,7 @@ def make_optimizer(model: TrainableKimi) -> torch.optim.AdamW:
 
 def next_token_loss(model: TrainableKimi, window_BT: Tensor) -> Tensor:
     """Mean cross-entropy of [B, T + 1] windows, products in bfloat16."""
-    with torch.autocast(window_BT.device.type, torch.bfloat16):
+    with mixed_precision(window_BT.device):
         logits_BTV, _ = model(window_BT[:, :-1])
     return F.cross_entropy(logits_BTV.float().flatten(0, 1), window_BT[:, 1:].flatten())
 
@@ -287,8 +287,8 @@ def train_phase(
     optimizer = make_optimizer(model)
     step, spent, log = 0, 0.0, []
     if path.exists():
-        device = model.lm_head.weight.device
-        state = torch.load(path, map_location=device, weights_only=True)
+        # on the CPU first: AdamW wants its step counters to stay there
+        state = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step, spent, log = state["step"], state["seconds"], state["log"]
