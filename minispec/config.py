@@ -10,6 +10,11 @@ from .drafting import TreeConfig
 from .models.interface import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SEAMS = {  # what a class must have to be of use behind a flag; the Protocols say it in full
+    "--proposer": ("needs_draft_model", "from_setup", "reset", "commit", "expand"),
+    "--tree": ("uses", "max_nodes", "max_drafted", "build"),
+    "--verify": ("accept",),
+}
 
 
 @dataclass(frozen=True)
@@ -38,9 +43,13 @@ def load(flag: str, name: str, known: dict[str, str]) -> Any:
     if not class_name:
         raise UserError(f"{flag} {name}: unknown; known are {', '.join(known)}, or 'module:Class'")
     try:
-        return getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"{flag} {name}: cannot be imported ({error})") from None
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, SyntaxError, TypeError, ValueError) as error:
+        raise UserError(f"{flag} {name}: cannot be imported ({error}); check the name") from None
+    lacking = [attribute for attribute in SEAMS[flag] if not hasattr(found, attribute)]
+    if lacking:
+        raise UserError(f"{flag} {name}: lacks {', '.join(lacking)}; it cannot serve as {flag}")
+    return found
 
 
 def pick_device(name: str) -> torch.device:
@@ -54,7 +63,10 @@ def pick_device(name: str) -> torch.device:
     except RuntimeError:
         raise UserError(f"--device {name}: not a device; write cpu, cuda or cuda:N") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA GPU(s)")
+        raise UserError(
+            f"--device {name}: this machine has {torch.cuda.device_count()} CUDA GPU(s); "
+            "use --device cpu or auto"
+        )
     return device
 
 

@@ -128,9 +128,10 @@ class Engine:
         if self.builder is not None:
             nodes = self.builder.max_nodes()
             window = self.builder.max_drafted()
-            self.proposer = proposer_class.from_setup(
-                DraftSetup(self.target, config.draft_model, self.device, dense, self.context, window)
+            setup = DraftSetup(
+                self.target, config.draft_model, self.device, dense, self.context, window
             )
+            self.proposer = proposer_class.from_setup(setup)
         self.cache = RowCache(
             self.target.num_layers,
             self.context + nodes,
@@ -146,8 +147,8 @@ class Engine:
             raise UserError("--prompt: the prompt is empty; give at least one token of text")
         if len(ids) >= self.context:
             raise UserError(
-                f"--prompt: the prompt has {len(ids)} tokens; the context has {self.context}, one of "
-                "which must be free; shorten the prompt or raise --context"
+                f"--prompt: the prompt has {len(ids)} tokens; the context has {self.context}, one "
+                "of which must be free; shorten the prompt or raise --context"
             )
         return ids
 
@@ -182,7 +183,7 @@ def pick_rule(name: str | None, sampling: SamplingParams) -> Rule:
     rule = load("--verify", name or ("greedy" if sampling.greedy else "rejection"), RULES)()
     if rule.greedy_only and not sampling.greedy:
         raise UserError(
-            f"--verify {name}: only at --temperature 0, which is {sampling.temperature}; "
+            f"--verify {name}: holds at --temperature 0 only, which is {sampling.temperature}; "
             "use --verify rejection"
         )
     return rule

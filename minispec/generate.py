@@ -38,7 +38,7 @@ def make_parser() -> Parser:
     """All flags, with the aliases that people know from other engines."""
     parser = Parser(
         prog="python -m minispec.generate",
-        description="Generate text by speculative decoding, with the text that plain decoding gives.",
+        description="Generate text by speculative decoding; the text is that of plain decoding.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -123,7 +123,7 @@ def make_parser() -> Parser:
 
 
 def read_prompt(args: argparse.Namespace) -> str:
-    """From the one place that names it; stdin if that is not a terminal; else the demo's."""
+    """From the one place that names it, else the demo's."""
     given = [
         name
         for name, value in (
@@ -135,15 +135,27 @@ def read_prompt(args: argparse.Namespace) -> str:
     ]
     if len(given) > 1:
         raise UserError(f"{given[0]} and {given[1]}: give the prompt once")
-    if args.prompt_file not in (None, "-"):
+    prompt, source = DEMO_PROMPT, "PROMPT"
+    if args.prompt_file is not None:
+        source = f"--prompt-file {args.prompt_file}"
         try:
-            return Path(args.prompt_file).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--prompt-file {args.prompt_file}: cannot be read ({error})") from None
-    if args.prompt_file == "-":
-        return sys.stdin.read()
-    prompt = args.prompt if args.prompt is not None else args.prompt_words
-    return DEMO_PROMPT if prompt is None else prompt
+            from_stdin = args.prompt_file == "-"
+            raw = sys.stdin.buffer.read() if from_stdin else Path(args.prompt_file).read_bytes()
+            prompt = raw.decode()
+        except OSError as error:
+            raise UserError(f"{source}: cannot be read ({error.strerror})") from None
+        except UnicodeDecodeError as error:
+            raise UserError(f"{source}: must be UTF-8 text ({error})") from None
+    elif given:
+        source = given[0]
+        prompt = args.prompt if args.prompt is not None else args.prompt_words
+        try:
+            prompt.encode()  # bytes of the command line that are not UTF-8 come as surrogates
+        except UnicodeEncodeError as error:
+            raise UserError(f"{source}: must be UTF-8 text ({error})") from None
+    if not prompt:
+        raise UserError(f"{source}: the prompt is empty; give at least one token of text")
+    return prompt
 
 
 def tree_config(args: argparse.Namespace) -> TreeConfig:
@@ -168,7 +180,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     model, draft, proposer = args.model, args.draft_model, args.proposer
     if args.no_draft:
         for name in speculation:
-            if getattr(args, name):
+            value = getattr(args, name)
+            if value is not None and value is not False:
                 flag = "--" + name.replace("_", "-")
                 raise UserError(f"--no-draft and {flag}: plain decoding drafts nothing; drop one")
     elif proposer is None:
@@ -186,7 +199,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     if args.context is not None and args.context < 2:
         raise UserError(f"--context {args.context}: must be at least 2")
     return EngineConfig(
-        model=model or str(DEMO / "target"),
+        model=str(DEMO / "target") if model is None else model,
         draft_model=draft,
         proposer=proposer,
         tree=args.tree or "eagle2",
@@ -205,8 +218,8 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
             if getattr(args, flag) is not None:
                 name = "--" + flag.replace("_", "-")
                 raise UserError(
-                    f"{name} {getattr(args, flag)}: no effect at --temperature 0; set a temperature "
-                    f"or drop {name}"
+                    f"{name} {getattr(args, flag)}: no effect at --temperature 0; set a "
+                    f"temperature or drop {name}"
                 )
     return sampling
 
@@ -260,8 +273,6 @@ def run(args: argparse.Namespace) -> None:
             raise UserError(f"--threads {args.threads}: must be at least 1")
         torch.set_num_threads(args.threads)
     prompt = read_prompt(args)
-    if not prompt:
-        raise UserError("--prompt: the prompt is empty; give at least one token of text")
     engine = Engine(config)
     generation = engine.generate(engine.encode(prompt), sampling, params, rule)
     streaming = not (args.json or args.no_stream)
@@ -285,12 +296,23 @@ def run(args: argparse.Namespace) -> None:
     print(f"\n{generation.report.table()}", file=sys.stderr)
 
 
+def with_dashes(argv: Sequence[str]) -> list[str]:
+    """`--max_new_tokens=5` -> `--max-new-tokens=5`; values and what follows a `--` stay."""
+    flags = argv[: argv.index("--")] if "--" in argv else argv
+    renamed = []
+    for word in flags:
+        name, equals, value = word.partition("=")
+        is_flag = name.startswith("--") and " " not in name
+        renamed.append(name.replace("_", "-") + equals + value if is_flag else word)
+    return [*renamed, *argv[len(flags) :]]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 with one line for a mistake of the user's."""
     try:
-        run(make_parser().parse_args(argv))
+        run(make_parser().parse_args(with_dashes(sys.argv[1:] if argv is None else argv)))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

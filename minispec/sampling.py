@@ -13,6 +13,7 @@ from torch import Tensor
 from .models.interface import UserError
 
 ACCEPT, DRAW = 0, 1  # what a random number is for; part of its key
+COLDEST = 1e-6  # below it logits / temperature would leave float32
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,10 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < math.inf:
-            raise UserError(f"--temperature {self.temperature}: must be 0 (greedy) or more")
+        if not (self.temperature == 0.0 or COLDEST <= self.temperature < math.inf):
+            raise UserError(
+                f"--temperature {self.temperature}: must be 0 (greedy) or at least {COLDEST}"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"--top-k {self.top_k}: must be 1 or more; leave it out for no limit")
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:

@@ -4,16 +4,16 @@ Every id has bytes, so text is put together byte by byte and half a UTF-8 charac
 shown. No code of a checkpoint runs.
 """
 
+import base64
 import codecs
-import json
 from pathlib import Path
 from typing import Protocol
 
 import sentencepiece
 import tiktoken
-from tiktoken.load import load_tiktoken_bpe
 
 from .models.interface import UserError
+from .models.weights import read_json
 
 # Kimi-K2's pre-tokeniser, alternatives in order: Han runs; words with an optional leading sign
 # and an English contraction (two forms, by case); up to three digits; signs; line ends; spaces.
@@ -61,7 +61,7 @@ class SentencePieceTokenizer:
         return self.model.encode(text)
 
     def token_bytes(self, token: int) -> bytes:
-        if self.model.is_control(token):
+        if token >= self.vocab_size or self.model.is_control(token):
             return b""
         piece = self.model.id_to_piece(token)
         if self.model.is_byte(token):
@@ -73,14 +73,12 @@ class KimiTokenizer:
     """tiktoken.model: base ranks, then 256 special slots named by tokenizer_config.json."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            ranks = load_tiktoken_bpe(str(path))
-        except ValueError as error:
-            raise UserError(f"{path}: not a tiktoken rank file ({error})") from None
-        names = {len(ranks) + slot: f"<|reserved_token_{len(ranks) + slot}|>" for slot in range(256)}
+        ranks = read_ranks(path)
+        slots = range(len(ranks), len(ranks) + KIMI_SPECIAL_SLOTS)
+        names = {token: f"<|reserved_token_{token}|>" for token in slots}
         config_path = path.parent / "tokenizer_config.json"
         if config_path.is_file():
-            added = json.loads(config_path.read_text()).get("added_tokens_decoder", {})
+            added = read_json(config_path).get("added_tokens_decoder", {})
             names |= {int(token): entry["content"] for token, entry in added.items()}
         self.special = {name: token for token, name in names.items()}
         self.model = tiktoken.Encoding(
@@ -97,6 +95,19 @@ class KimiTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         return b"" if token >= self.base_size else self.model.decode_single_token_bytes(token)
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """Lines of base64 token and rank. (tiktoken's own reader keeps stale copies under /tmp.)"""
+    try:
+        pairs = [line.split() for line in path.read_bytes().splitlines() if line]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except ValueError as error:
+        raise UserError(f"{path}: not a tiktoken rank file ({error})") from None
+    whole = sorted(ranks.values()) == list(range(len(pairs)))
+    if not whole or not all(bytes([byte]) in ranks for byte in range(256)):
+        raise UserError(f"{path}: must give every byte and every rank from 0 up exactly once")
+    return ranks
 
 
 def load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
@@ -126,18 +137,24 @@ class TextStream:
         self._held = ""  # decoded, but maybe the beginning of a stop string
 
     def push(self, token: int) -> str:
-        """The text that is certain now; sets `stopped` when a stop string is complete."""
+        """The text that is certain now; sets `stopped` when a stop string is complete.
+
+        The one that is complete first counts, of two that end together the longer.
+        """
         assert not self.stopped, "a token after the stop"
         self._held += self._decoder.decode(self.tokenizer.token_bytes(token))
-        found = [at for at in map(self._held.find, self.stop) if at >= 0]
+        starts = [(self._held.find(stop), len(stop)) for stop in self.stop]
+        found = [(at + size, at) for at, size in starts if at >= 0]
         if found:
             self.stopped = True
-            released, self._held = self._held[: min(found)], ""
+            released, self._held = self._held[: min(found)[1]], ""
             return released
         return self._release(self._stop_prefix())
 
     def finish(self) -> str:
         """What was held back when the tokens end without a stop string."""
+        if self.stopped:
+            return ""
         self._held += self._decoder.decode(b"", final=True)
         return self._release(0)
 

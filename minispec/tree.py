@@ -31,7 +31,9 @@ class DraftTree:
     def __len__(self) -> int:
         return len(self.token_N)
 
-    def grow(self, node_F: Tensor, token_FK: Tensor, logprob_FK: Tensor) -> tuple["DraftTree", Tensor]:
+    def grow(
+        self, node_F: Tensor, token_FK: Tensor, logprob_FK: Tensor
+    ) -> tuple["DraftTree", Tensor]:
         """Add K children under each node of `node_F` -> (larger tree, ids of the new nodes).
 
         A child of log-probability -inf is no child (a proposer had fewer to offer).

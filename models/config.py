@@ -41,11 +41,13 @@ def need(config: dict[str, Any], key: str, where: str) -> Any:
     return config[key]
 
 
-def need_int(config: dict[str, Any], key: str, where: str) -> int:
-    """A positive whole number."""
+def need_int(config: dict[str, Any], key: str, where: str, least: int = 1) -> int:
+    """A whole number, at least `least`."""
     value = need(config, key, where)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{where}: key '{key}' is {value!r}; it must be a positive whole number")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UserError(
+            f"{where}: key '{key}' is {value!r}; it must be a whole number from {least} up"
+        )
     return value
 
 
@@ -55,6 +57,22 @@ def need_float(config: dict[str, Any], key: str, where: str) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
         raise UserError(f"{where}: key '{key}' is {value!r}; it must be a positive number")
     return float(value)
+
+
+def need_object(value: Any, where: str) -> dict[str, Any]:
+    """A JSON object."""
+    if not isinstance(value, dict):
+        raise UserError(f"{where} is {value!r}; it must be a JSON object")
+    return value
+
+
+def need_eos(config: dict[str, Any], where: str) -> tuple[int, ...]:
+    """One token id or several."""
+    value = need(config, "eos_token_id", where)
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) for token in ids):
+        raise UserError(f"{where}: key 'eos_token_id' is {value!r}; it must be one id or a list")
+    return tuple(ids)
 
 
 def refuse_other(config: dict[str, Any], required: dict[str, object], where: str) -> None:
@@ -69,17 +87,20 @@ def refuse_other(config: dict[str, Any], required: dict[str, object], where: str
 
 def read_rope_scaling(config: dict[str, Any], where: str) -> RopeScaling | None:
     """The `rope_scaling` (or newer `rope_parameters`) entry; only YaRN or none is known."""
-    raw = config.get("rope_scaling") or config.get("rope_parameters")
-    kind = (raw or {}).get("type", (raw or {}).get("rope_type", "default"))
-    if raw is None or kind == "default":
+    inside = f"{where}: rope_scaling"
+    raw = need_object(config.get("rope_scaling") or config.get("rope_parameters") or {}, inside)
+    kind = raw.get("type", raw.get("rope_type", "default"))
+    if kind == "default":
         return None
     if kind != "yarn":
         raise UserError(f"{where}: rope_scaling type is {kind!r}; minispec knows 'yarn' or none")
-    inside = f"{where}: rope_scaling"
     factor = need_float(raw, "factor", inside)
     original = need_int(raw, "original_max_position_embeddings", inside)
     optional = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-    given = {key: float(raw[key]) for key in optional if raw.get(key) is not None}
+    given = {key: raw[key] for key in optional if raw.get(key) is not None}
+    for key, value in given.items():
+        if not isinstance(value, (int, float)):
+            raise UserError(f"{inside}: key '{key}' is {value!r}; it must be a number")
     return RopeScaling(factor, original, **given)
 
 
@@ -127,7 +148,7 @@ class KimiConfig:
 
         Raises UserError, which names the key, for a missing key or a value not computed here.
         """
-        text = raw.get("text_config", raw)
+        text = need_object(raw.get("text_config", raw), f"{where}: text_config")
         model_type = text.get("model_type")
         if model_type not in ("kimi_k2", "deepseek_v3"):
             raise UserError(
@@ -142,15 +163,14 @@ class KimiConfig:
             "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
             "max_position_embeddings"
         ).split()
-        eos = need(text, "eos_token_id", where)
         config = KimiConfig(
             **{key: need_int(text, key, where) for key in ints},
-            first_k_dense_replace=int(need(text, "first_k_dense_replace", where)),
+            first_k_dense_replace=need_int(text, "first_k_dense_replace", where, least=0),
             routed_scaling_factor=need_float(text, "routed_scaling_factor", where),
             rms_norm_eps=need_float(text, "rms_norm_eps", where),
             rope_theta=read_rope_theta(text, where),
             rope_scaling=read_rope_scaling(text, where),
-            eos_token_id=tuple(eos) if isinstance(eos, list) else (int(eos),),
+            eos_token_id=need_eos(text, where),
             tensor_prefix="language_model." if "text_config" in raw else "",
         )
         if config.num_experts_per_tok > config.n_routed_experts:
@@ -167,13 +187,17 @@ class KimiConfig:
         return config
 
 
-def check_quantization(quantization: dict[str, Any] | None, where: str) -> None:
+def check_quantization(quantization: Any, where: str) -> None:
     """Refuse all but compressed-tensors' INT4 pack-quantized routed experts."""
     if quantization is None:
         raise UserError(
             f"{where}: no quantization_config; this version loads INT4 pack-quantized experts only"
         )
-    outer = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-    refuse_other(quantization, outer, f"{where}: quantization_config")
-    for name, group in need(quantization, "config_groups", f"{where}: quantization_config").items():
-        refuse_other(group.get("weights") or {}, QUANTIZATION, f"{where}: {name}.weights")
+    inside = f"{where}: quantization_config"
+    outer: dict[str, object] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    refuse_other(need_object(quantization, inside), outer, inside)
+    groups = need_object(need(quantization, "config_groups", inside), f"{inside}: config_groups")
+    for name, group in groups.items():
+        weights = need_object(group, f"{inside}: {name}").get("weights")
+        weights = need_object(weights or {}, f"{inside}: {name}.weights")
+        refuse_other(weights, QUANTIZATION, f"{where}: {name}.weights")

@@ -45,7 +45,7 @@ class Checkpoint:
         if not self.folder.is_dir():
             raise UserError(f"{flag} {folder}: no such folder; give the folder of a checkpoint")
         if not any(self.folder.iterdir()):
-            raise UserError(f"{flag} {folder}: the folder is empty; it needs config.json and weights")
+            raise UserError(f"{flag} {folder}: the folder is empty; put config.json and weights in")
         self.config_path = self.folder / "config.json"
         self.config = read_json(self.config_path)
         self.file_of = self._index()
@@ -57,13 +57,15 @@ class Checkpoint:
             names = read_json(index_path).get("weight_map")
             if not isinstance(names, dict):
                 raise UserError(f"{index_path}: key 'weight_map' is missing")
+            if not all(isinstance(file, str) for file in names.values()):
+                raise UserError(f"{index_path}: key 'weight_map' must map names to file names")
             for file in sorted(set(names.values())):
                 if not (self.folder / file).is_file():
                     raise UserError(f"{index_path}: names {file}, which is not in the folder")
             return {name: self.folder / file for name, file in names.items()}
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
-            raise UserError(f"{self.folder}: holds no .safetensors file; other formats are not read")
+            raise UserError(f"{self.folder}: holds no .safetensors file; no other format is read")
         return {name: path for path in files for name in self._open(path).keys()}
 
     @staticmethod
@@ -96,7 +98,9 @@ class Checkpoint:
             raise UserError(
                 f"{where} has shape {list(tensor.shape)}; the config asks for {list(into.shape)}"
             )
-        if tensor.is_floating_point() != into.is_floating_point():
+        floating = tensor.is_floating_point(), into.is_floating_point()
+        narrowed = not any(floating) and tensor.element_size() > into.element_size()
+        if floating[0] != floating[1] or narrowed:
             raise UserError(f"{where} is {tensor.dtype}; {into.dtype} was expected")
         with torch.no_grad():
             into.copy_(tensor)
@@ -125,10 +129,16 @@ def load_target(
     """A Kimi-K2.5 checkpoint folder -> model ready to run `context` positions."""
     checkpoint = Checkpoint(folder, "--model")
     config = KimiConfig.from_json(checkpoint.config, str(checkpoint.config_path))
+    limit = config.max_position_embeddings
+    if context is not None and context > limit:
+        raise UserError(
+            f"--context {context}: {folder} has positions for {limit} only "
+            "(max_position_embeddings); ask for fewer"
+        )
     with torch.device(device):
         model = KimiK25(config, dtype, expert_dtype)
     checkpoint.load(model.placements())
-    model.finish_loading(context or config.max_position_embeddings)
+    model.finish_loading(context or limit)
     return model
 
 

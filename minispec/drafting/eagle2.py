@@ -12,7 +12,7 @@ from . import Proposer, TreeConfig
 
 
 class Eagle2:
-    """Every round's tree has another shape: wide where the drafter doubts, deep where it is sure."""
+    """Each round's tree has another shape: wide where the drafter doubts, deep where it is sure."""
 
     uses = ("num_steps", "topk", "num_draft_nodes")
 

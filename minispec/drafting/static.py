@@ -21,18 +21,23 @@ DEFAULT = "[0],[1],[2],[0,0],[0,1],[1,0],[0,0,0],[0,0,1],[0,1,0],[0,0,0,0],[0,0,
 def read_paths(text: str) -> set[tuple[int, ...]]:
     """A JSON list of rank paths (outer brackets optional), or the name of a file with one."""
     source = f"--static-tree {text}"
-    if not text.lstrip().startswith("["):
-        if not Path(text).is_file():
-            raise UserError(f"{source}: no such file; give a file or a list like '[0],[1],[0,0]'")
-        text = Path(text).read_text()
     try:
-        raw = json.loads(text if text.lstrip().startswith("[[") else f"[{text}]")
+        if not text.lstrip().startswith("["):
+            text = Path(text).read_text()
+        raw = json.loads(f"[{text}]")
+        if len(raw) == 1 and raw[0] and isinstance(raw[0][0], list):
+            raw = raw[0]
+        if not raw or not all(isinstance(path, list) for path in raw):
+            raise ValueError
         paths = {tuple(path) for path in raw}
-    except (ValueError, TypeError):
+    except OSError:
+        raise UserError(f"{source}: no such file; give a file or a list '[0],[1],[0,0]'") from None
+    except (ValueError, TypeError, KeyError):
         raise UserError(f"{source}: not a list of rank paths like '[0],[1],[0,0]'") from None
-    for path in sorted(paths):
+    for path in paths:
         if not path or not all(isinstance(rank, int) and rank >= 0 for rank in path):
             raise UserError(f"{source}: path {list(path)} must be one or more ranks from 0 up")
+    for path in sorted(paths):
         if len(path) > 1 and path[:-1] not in paths:
             raise UserError(f"{source}: path {list(path)} has no parent {list(path[:-1])}")
     return paths
@@ -44,7 +49,7 @@ class Static:
     uses = ("static_tree",)
 
     def __init__(self, config: TreeConfig) -> None:
-        self.paths = read_paths(config.static_tree or DEFAULT)
+        self.paths = read_paths(DEFAULT if config.static_tree is None else config.static_tree)
 
     def max_nodes(self) -> int:
         return len(self.paths) + 1

@@ -3,8 +3,9 @@
 Stories come from the grammar in stories.py, so only a seed is needed; the books from one
 xz file of plain text. Two whole books and the grammar's held-out plots are never trained on.
 Written to the working folder, each file skipped where it exists: tokenizer.model (SentencePiece
-unigram; Kudo, 2018) and uint16 token arrays {train,heldout}_{stories,books}.bin, in which every
-document ends with eos.
+unigram; Kudo, 2018) and uint16 token arrays {train,heldout}_{stories,books}.bin and
+heldout_known.bin (unseen stories of the plots that were trained on), in which every document
+ends with eos.
 
 Shape suffixes: N tokens of an array, B sequences of a batch, T tokens of a sequence.
 """
@@ -26,6 +27,8 @@ from .stories import story
 
 PAD, BOS, EOS, UNK = range(4)
 KINDS = ("stories", "books")
+HELD_OUT_KINDS = (*KINDS, "known")
+FIRST_UNSEEN_SEED = 10_000_000
 # first paragraph of a held-out book, and the first paragraph after it (None: the end)
 HELD_OUT_BOOKS = (
     ("Heidi's Years of Learning and Travel", "The River Bank"),  # Heidi
@@ -140,7 +143,7 @@ def write_tokens(
 def build_corpus(
     books: Path, work: Path, vocab_size: int, story_tokens: int, heldout_tokens: int
 ) -> None:
-    """Write tokenizer.model and the four token arrays into `work`."""
+    """Write tokenizer.model and the token arrays into `work`."""
     work.mkdir(parents=True, exist_ok=True)
     train, held_out = split_books(read_paragraphs(books))
     tokenizer_path = work / "tokenizer.model"
@@ -152,10 +155,14 @@ def build_corpus(
         task = partial(encode_documents, model=model)
         parts = ([text] for text in documents(paragraphs))
         write_tokens(work / f"{split}_books.bin", task, parts, None)
-    for split, limit in (("train", story_tokens), ("heldout", heldout_tokens)):
-        seeds = range(0, 1 + 2 * limit // 100, SEEDS_PER_TASK)  # a story has over 100 tokens
+    for name, first, split, limit in (
+        ("train_stories", 0, "train", story_tokens),
+        ("heldout_stories", FIRST_UNSEEN_SEED, "heldout", heldout_tokens),
+        ("heldout_known", FIRST_UNSEEN_SEED, "train", heldout_tokens),
+    ):
+        last = first + 1 + 2 * limit // 100  # a story has over 100 tokens
         task = partial(encode_stories, model=model, split=split)
-        write_tokens(work / f"{split}_stories.bin", task, iter(seeds), limit)
+        write_tokens(work / f"{name}.bin", task, iter(range(first, last, SEEDS_PER_TASK)), limit)
 
 
 class Windows:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from ...train import HeadOptions, train_head
 from ..config import KimiConfig
-from .corpus import BOS, EOS, PAD, Mixture, build_corpus
+from .corpus import BOS, EOS, HELD_OUT_KINDS, PAD, Mixture, Windows, build_corpus
 from .export import config_json, export_target, write_json, write_shards
 from .train_head import HeadPlan, frozen_target, new_head, run_head_stage, training_batches
 from .train_target import (
@@ -137,7 +137,10 @@ def run_target_stage(
     model, raw = new_target(recipe, device)
     if compiled:
         model.compile_layers()
-    held_out = Mixture(work, "heldout", recipe.qat.sequence, recipe.story_share, device).kinds
+    held_out = {
+        kind: Windows(work / f"heldout_{kind}.bin", recipe.pretrain.sequence, 0, device)
+        for kind in HELD_OUT_KINDS
+    }
     state = sorted((work / "state").glob("*.safetensors"))
     if state and not (work / "pretrain.pt").exists():
         print("target: pretrained weights from state/", flush=True)
@@ -149,13 +152,13 @@ def run_target_stage(
         if done is None:
             return False
         add_to_report(work, {"pretrain": done})
-    scores = {"before_qat": evaluate(model, held_out, recipe.eval_batches, recipe.qat.batch)}
+    scores = {"before_qat": evaluate(model, held_out, recipe.eval_batches, recipe.pretrain.batch)}
     print(f"target: held-out perplexity {scores}", flush=True)
     mixture = Mixture(work, "train", recipe.qat.sequence, recipe.story_share, device)
     done = train_phase(model, recipe.qat, mixture, work / "qat.pt", deadline)
     if done is None:
         return False
-    scores["after_qat"] = evaluate(model, held_out, recipe.eval_batches, recipe.qat.batch)
+    scores["after_qat"] = evaluate(model, held_out, recipe.eval_batches, recipe.pretrain.batch)
     print(f"target: held-out perplexity {scores}", flush=True)
     export_target(model, raw, work / "tokenizer.model", work / "target")
     parameters = sum(weight.numel() for weight in model.parameters())

@@ -1,0 +1,380 @@
+"""Text to ids and back, and the stream that shows only text that is certain."""
+
+import base64
+import io
+import json
+import random
+from pathlib import Path
+
+import pytest
+import regex
+import sentencepiece
+from toys import write_byte_tokenizer
+
+from minispec.models.interface import UserError
+from minispec.tokenizer import (
+    KIMI_PATTERN,
+    KimiTokenizer,
+    SentencePieceTokenizer,
+    TextStream,
+    Tokenizer,
+    load_tokenizer,
+)
+
+TEXTS = [
+    "Once upon a time",
+    " leading and trailing ",
+    "  two  spaces   three",
+    "line\nbreaks\n\nand\ttabs\r\n",
+    "café, naïve, Ωμέγα",
+    "漢字かな交じり文",
+    "👩‍👩‍👧 and 🏳️‍🌈",
+    "\n",
+    " ",
+    "</s><s><unk>",
+    "\x00\x01",
+]
+
+
+class Pieces:
+    """A tokenizer whose ids are places in a list of bytes."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self.pieces = pieces
+        self.vocab_size = len(pieces)
+
+    def encode(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.pieces[token]
+
+
+def stream(pieces: list[bytes], stop: tuple[str, ...] = ()) -> tuple[list[str], str, TextStream]:
+    """Push pieces up to the stop -> (what each push gave, what the end gave, the stream)."""
+    made = TextStream(Pieces(pieces), stop)
+    given = []
+    for token in range(len(pieces)):
+        given.append(made.push(token))
+        if made.stopped:
+            break
+    return given, made.finish(), made
+
+
+def every_split(raw: bytes, seed: int) -> list[bytes]:
+    """Cut bytes at random places."""
+    dice = random.Random(seed)
+    cuts = sorted({0, len(raw), *(dice.randrange(len(raw) + 1) for _ in range(len(raw) // 2))})
+    return [raw[a:b] for a, b in zip(cuts, cuts[1:])]
+
+
+# whole characters
+
+
+@pytest.mark.parametrize("character", ["é", "漢", "👍", "\U0010ffff"])
+def test_a_character_comes_with_its_last_byte(character: str) -> None:
+    raw = character.encode()
+    given, rest, _ = stream([bytes([byte]) for byte in raw])
+    assert given == [""] * (len(raw) - 1) + [character]
+    assert rest == ""
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("seed", range(3))
+def test_any_split_of_the_bytes_gives_the_text(text: str, seed: int) -> None:
+    given, rest, _ = stream(every_split(text.encode(), seed))
+    assert "".join(given) == text
+    assert rest == ""
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (b"ab\xf0\x9f\x91", "ab\ufffd"),  # the beginning of an emoji
+        (b"\xe6\xbc", "\ufffd"),
+        (b"a\xffb", "a\ufffdb"),  # no UTF-8 at all, in the middle
+        (b"\xc3(", "\ufffd("),
+        (b"\xff", "\ufffd"),
+    ],
+)
+def test_invalid_bytes_become_the_replacement_character(raw: bytes, text: str) -> None:
+    given, rest, _ = stream([bytes([byte]) for byte in raw])
+    assert "".join(given) + rest == text
+
+
+# stop strings
+
+
+def reference(text: str, stop: tuple[str, ...]) -> str:
+    """Read letter by letter: the text before the first stop string that is complete."""
+    for end in range(1, len(text) + 1):
+        found = [one for one in stop if text[:end].endswith(one)]
+        if found:
+            return text[: end - max(map(len, found))]
+    return text
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_stop_strings_against_a_reference(seed: int) -> None:
+    """Small alphabets make overlaps; the result must not depend on how tokens cut the text."""
+    dice = random.Random(seed)
+    text = "".join(dice.choice("ab漢") for _ in range(dice.randrange(1, 14)))
+    stop = tuple(
+        "".join(dice.choice("ab漢") for _ in range(dice.randrange(1, 5)))
+        for _ in range(dice.randrange(1, 4))
+    )
+    wanted = reference(text, stop)
+    for split in range(4):
+        given, rest, made = stream(every_split(text.encode(), split), stop)
+        assert "".join(given) + rest == wanted, (text, stop)
+        assert made.stopped == (wanted != text or any(text.endswith(one) for one in stop))
+
+
+@pytest.mark.parametrize("pieces", [[b"abcd"], [b"a", b"b", b"c", b"d"]], ids=["one", "four"])
+def test_the_stop_string_that_is_complete_first_counts(pieces: list[bytes]) -> None:
+    """Not the one that begins first, which a token of several letters would show first."""
+    given, rest, _ = stream(pieces, ("bcd", "c"))
+    assert "".join(given) + rest == "ab"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_nothing_certain_is_held_back(seed: int) -> None:
+    """After every token, what is held is the longest ending that may become a stop string."""
+    dice = random.Random(seed)
+    text = "".join(dice.choice("ab") for _ in range(12))
+    stop = ("abab", "bba")
+    made = TextStream(Pieces([letter.encode() for letter in text]), stop)
+    shown = ""
+    for token in range(len(text)):
+        shown += made.push(token)
+        if made.stopped:
+            break
+        seen = text[: token + 1]
+        held = max(
+            size
+            for size in range(5)
+            if any(one[:size] == seen[len(seen) - size :] and size < len(one) for one in stop)
+        )
+        assert shown == seen[: len(seen) - held]
+
+
+def test_bytes_after_the_stop_are_never_shown() -> None:
+    given, rest, made = stream([b"abcd\xf0\x9f"], ("cd",))
+    assert made.stopped
+    assert (given, rest) == (["ab"], "")
+
+
+def test_half_a_character_before_the_end_is_held() -> None:
+    given, rest, _ = stream([b"ab", b"\xe6\xbc"], ("b漢",))
+    assert given == ["a", ""]
+    assert rest == "b\ufffd"
+
+
+def test_control_tokens_add_nothing() -> None:
+    given, rest, _ = stream([b"a", b"", b"b"])
+    assert given == ["a", "", "b"]
+    assert rest == ""
+
+
+# sentencepiece
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceTokenizer:
+    """A model of 400 pieces, trained as the demo's is: byte fallback, nothing normalised."""
+    words = ["once upon a time", "there was", "a little fox", "and the fox", "said hello\n"]
+    dice = random.Random(0)
+    lines = [" ".join(dice.choice(words) for _ in range(6)) for _ in range(300)]
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=340,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        pad_id=0,
+        bos_id=1,
+        eos_id=2,
+        unk_id=3,
+        minloglevel=2,
+    )
+    path = tmp_path_factory.mktemp("pieces") / "tokenizer.model"
+    path.write_bytes(model.getvalue())
+    return SentencePieceTokenizer(path)
+
+
+def back(tokenizer: Tokenizer, ids: list[int]) -> str:
+    return b"".join(map(tokenizer.token_bytes, ids)).decode()
+
+
+@pytest.mark.parametrize("text", [text for text in TEXTS if "\x00" not in text])
+def test_sentencepiece_round_trip(pieces: SentencePieceTokenizer, text: str) -> None:
+    ids = pieces.encode(text)
+    assert back(pieces, ids) == text
+    assert all(0 <= token < pieces.vocab_size for token in ids)
+
+
+def test_sentencepiece_ids(pieces: SentencePieceTokenizer) -> None:
+    assert pieces.vocab_size == 340
+    assert [pieces.token_bytes(token) for token in (0, 1, 2)] == [b"", b"", b""]
+    for byte in range(256):
+        token = pieces.model.piece_to_id(f"<0x{byte:02X}>")
+        assert pieces.token_bytes(token) == bytes([byte])
+    assert 1 not in pieces.encode("hello") and 2 not in pieces.encode("hello</s>")
+    assert len(pieces.encode(" once")) < 5  # words are pieces, not bytes
+
+
+def test_sentencepiece_streams_byte_tokens(pieces: SentencePieceTokenizer) -> None:
+    made = TextStream(pieces)
+    shown = [made.push(token) for token in pieces.encode("a漢👍")]
+    assert [text for text in shown if text] == ["a", "漢", "👍"]
+    assert made.finish() == ""
+
+
+def test_sentencepiece_ids_of_a_padded_vocabulary(pieces: SentencePieceTokenizer) -> None:
+    """A target may have more ids than its tokenizer, and may draw one."""
+    assert [pieces.token_bytes(token) for token in (340, 512)] == [b"", b""]
+
+
+# Kimi's tokenizer
+
+WORDS = ["he", "ll", "hell", "lo", "hello", " w", "or", " wor", "ld", " world", "12", "123"]
+SPECIAL = {"<|im_end|>": 3, "[BOS]": 0, "[EOS]": 1}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """256 bytes and a few merges; three of the special slots have names."""
+    write_byte_tokenizer(tmp_path)
+    with (tmp_path / "tiktoken.model").open("a") as file:
+        for rank, word in enumerate(WORDS, start=256):
+            file.write(f"{base64.b64encode(word.encode()).decode()} {rank}\n")
+    base = 256 + len(WORDS)
+    names = {str(base + slot): {"content": name} for name, slot in SPECIAL.items()}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": names}))
+    return tmp_path
+
+
+def test_kimi_ids(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder, 1024)
+    assert isinstance(tokenizer, KimiTokenizer)
+    assert tokenizer.base_size == 268
+    assert tokenizer.vocab_size == 268 + 256
+    assert tokenizer.encode("hello world") == [
+        256 + WORDS.index(word) for word in ("hello", " world")
+    ]
+    assert tokenizer.special["[EOS]"] == 269
+    assert tokenizer.special["<|reserved_token_270|>"] == 270
+    assert [tokenizer.token_bytes(token) for token in (268, 300, 523)] == [b"", b"", b""]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_kimi_round_trip(folder: Path, text: str) -> None:
+    tokenizer = load_tokenizer(folder, 1024)
+    assert back(tokenizer, tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("name", [*SPECIAL, "<|reserved_token_270|>"])
+def test_a_special_token_in_the_text_is_text(folder: Path, name: str) -> None:
+    tokenizer = load_tokenizer(folder, 1024)
+    ids = tokenizer.encode(f"a{name}b")
+    assert max(ids) < 268
+    assert back(tokenizer, ids) == f"a{name}b"
+
+
+def test_a_changed_rank_file_is_read_anew(tmp_path: Path) -> None:
+    """tiktoken's own reader would give what once stood at this path."""
+    write_byte_tokenizer(tmp_path)
+    assert load_tokenizer(tmp_path, 1024).vocab_size == 512
+    with (tmp_path / "tiktoken.model").open("a") as file:
+        file.write(f"{base64.b64encode(b'he').decode()} 256\n")
+    assert load_tokenizer(tmp_path, 1024).vocab_size == 513
+
+
+@pytest.mark.parametrize(
+    "line", ["aGU= 255", "aGU= 300", "aGU=", "aGU= one", "a 256", "YQ== 256"], ids=str
+)
+def test_a_rank_file_with_a_fault(tmp_path: Path, line: str) -> None:
+    write_byte_tokenizer(tmp_path)
+    with (tmp_path / "tiktoken.model").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(UserError, match="tiktoken.model"):
+        load_tokenizer(tmp_path, 1024)
+
+
+def split(text: str) -> list[str]:
+    """What the pattern cuts a text into; `regex` reads the same set operations as tiktoken."""
+    return regex.findall(KIMI_PATTERN, text, flags=regex.V1)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("漢字 kanji漢字", ["漢字", " kanji", "漢字"]),  # a Han run never joins a word
+        ("日本語です", ["日本語", "です"]),  # kana are letters, not Han
+        ("我们12个", ["我们", "12", "个"]),
+        ("don't we'll", ["don't", " we'll"]),
+        ("DON'T I'M", ["DON'T", " I'M"]),
+        ("it's 'quoted'", ["it's", " '", "quoted", "'"]),
+        ("rock'n", ["rock", "'n"]),  # no contraction: the sign leads the next word
+        ("1234567", ["123", "456", "7"]),
+        ("3.14", ["3", ".", "14"]),
+        ("a1b22", ["a", "1", "b", "22"]),
+        ("CamelCase HTTPServer", ["Camel", "Case", " HTTPServer"]),
+        ("(word) #tag", ["(word", ")", " #", "tag"]),
+        ("x == y;\n\nz", ["x", " ==", " y", ";\n\n", "z"]),
+        ("a  b", ["a", " ", " b"]),
+        ("a \n b", ["a", " \n", " b"]),
+        ("end   ", ["end", "   "]),
+        ("tab\there", ["tab", "\there"]),
+    ],
+)
+def test_kimi_pattern(text: str, parts: list[str]) -> None:
+    assert split(text) == parts
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_kimi_pattern_loses_nothing(text: str) -> None:
+    assert "".join(split(text)) == text
+
+
+@pytest.mark.parametrize("word", ["漢字", "abc", "123", "ab's"])
+def test_tiktoken_cuts_as_the_pattern_does(tmp_path: Path, word: str) -> None:
+    """A merge across a cut is never made: the Rust engine reads the pattern as we do."""
+    write_byte_tokenizer(tmp_path)
+    raw = word.encode()
+    with (tmp_path / "tiktoken.model").open("a") as file:
+        for rank, end in enumerate(range(2, len(raw) + 1), start=256):
+            file.write(f"{base64.b64encode(raw[:end]).decode()} {rank}\n")
+    tokenizer = load_tokenizer(tmp_path, 1024)
+    whole = 256 + len(raw) - 2
+    assert tokenizer.encode(word) == [whole]
+    # the word twice: one token each only where the pattern cuts between them
+    parts = split(word + word)
+    assert (tokenizer.encode(word + word) == [whole, whole]) == (parts == [word, word]) or (
+        len(parts) == 1
+    )
+
+
+# which tokenizer
+
+
+def test_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="tokenizer.model and tiktoken.model"):
+        load_tokenizer(tmp_path, 512)
+
+
+@pytest.mark.parametrize("vocab_size", [512, 600])
+def test_a_padded_vocabulary_fits(tmp_path: Path, vocab_size: int) -> None:
+    write_byte_tokenizer(tmp_path)
+    assert load_tokenizer(tmp_path, vocab_size).vocab_size == 512
+
+
+def test_a_tokenizer_that_is_too_large(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    with pytest.raises(UserError, match="512.*511"):
+        load_tokenizer(tmp_path, 511)
