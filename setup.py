@@ -9,13 +9,12 @@ from pathlib import Path
 from setuptools import setup
 
 DEMO = Path("models/demo")
-TEST = [
-    "pytest>=8",
-    "transformers>=5.17",
-    "accelerate",
-    "compressed-tensors",
-    'triton>=3.6; platform_system == "Linux"',
-]
+PACKAGES = (
+    "minispec minispec.drafting minispec.verify minispec.kernels minispec.models "
+    "minispec.models.demo"
+)
+TEST = ["pytest>=8", "transformers>=5.17", "accelerate", "compressed-tensors"]
+TEST += ['triton>=3.6; platform_system == "Linux"']
 
 setup(
     name="minispec",
@@ -25,19 +24,8 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=[
-        "minispec",
-        "minispec.drafting",
-        "minispec.verify",
-        "minispec.kernels",
-        "minispec.models",
-        "minispec.models.demo",
-    ],
-    package_data={
-        "minispec.models.demo": [
-            str(path.relative_to(DEMO)) for path in DEMO.rglob("*") if path.is_file()
-        ]
-    },
+    packages=PACKAGES.split(),
+    package_data={"minispec.models.demo": [str(p.relative_to(DEMO)) for p in DEMO.rglob("*.*")]},
     install_requires=["torch>=2.9", "numpy", "safetensors>=0.4", "sentencepiece>=0.2", "tiktoken"],
     extras_require={"test": TEST, "bench": ["matplotlib"]},
 )

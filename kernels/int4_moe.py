@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .matmul import matmul
+
 GROUP = 32
 CODES_PER_WORD = 8
 
@@ -60,8 +62,8 @@ def int4_moe_reference(
         down = unpack_int4(
             experts.down_packed_ENW[expert], experts.down_scale_ENG[expert], x_TD.dtype
         )
-        gate, up = F.linear(x_TD[token], gate_up).chunk(2, dim=-1)
-        out_TKD[token, slot] = F.linear(F.silu(gate) * up, down)
+        gate, up = matmul(x_TD[token], gate_up).chunk(2, dim=-1)
+        out_TKD[token, slot] = matmul(F.silu(gate) * up, down)
     return combine(out_TKD, weight_TK).to(x_TD.dtype)
 
 
@@ -102,9 +104,7 @@ def repack_for_cpu(experts: PackedExperts) -> CpuExperts:
     )
 
 
-def int4_moe_cpu(
-    x_TD: Tensor, experts: CpuExperts, expert_TK: Tensor, weight_TK: Tensor
-) -> Tensor:
+def int4_moe_cpu(x_TD: Tensor, experts: CpuExperts, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
     """The same sum through PyTorch's CPU INT4 product: bfloat16 in and out, float32 inside.
 
     Tokens are sorted by expert, so that each expert is one product over a span of rows.

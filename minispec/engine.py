@@ -165,7 +165,10 @@ class Engine:
         `speculate=False` decodes plainly with the same weights, for comparisons.
         """
         proposer = self.proposer if speculate else None
-        decoder = Decoder(self.target, self.cache, proposer, self.builder, rule, sampling)
+        vocab_size = self.tokenizer.vocab_size
+        decoder = Decoder(
+            self.target, self.cache, proposer, self.builder, rule, sampling, vocab_size
+        )
         return Generation(self, decoder, prompt, params)
 
 

@@ -7,6 +7,7 @@ the user's ends in one line on stderr and exit code 2.
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,7 +93,12 @@ def make_parser() -> Parser:
         help=f"nodes verified a round, the root counted; default {TREE.num_draft_nodes}",
     )
     add("--static-tree", metavar="PATHS", help="for --tree static: '[0],[1],[0,0]' or a file")
-    add("--verify", metavar="NAME", help=f"{', '.join(RULES)} or module:Class")
+    add(
+        "--verify",
+        "--rejection-sample-method",
+        metavar="NAME",
+        help=f"{', '.join(RULES)} or module:Class",
+    )
 
     group = parser.add_argument_group("sampling and stopping")
     add = group.add_argument
@@ -117,7 +123,7 @@ def make_parser() -> Parser:
     add = group.add_argument
     add("--no-stream", action="store_true", help="print the text once it is complete")
     add("--show-tree", action="store_true", help="draw each round's draft tree on stderr")
-    add("--stats", action="store_true", help="report each round, too, on stderr")
+    add("--stats", "--verbose", action="store_true", help="report each round, too, on stderr")
     add("--json", action="store_true", help="one JSON object on stdout, and nothing else there")
     return parser
 
@@ -158,6 +164,11 @@ def read_prompt(args: argparse.Namespace) -> str:
     return prompt
 
 
+def flag(name: str) -> str:
+    """A setting as it is typed."""
+    return "--" + name.replace("_", "-")
+
+
 def tree_config(args: argparse.Namespace) -> TreeConfig:
     """Only what was given; a setting that the shape does not use is refused."""
     shape = args.tree or "eagle2"
@@ -166,9 +177,8 @@ def tree_config(args: argparse.Namespace) -> TreeConfig:
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     for name in given:
         if name not in uses:
-            flag = "--" + name.replace("_", "-")
-            known = ", ".join("--" + use.replace("_", "-") for use in uses)
-            raise UserError(f"{flag}: --tree {shape} does not use it; it uses {known}")
+            known = ", ".join(map(flag, uses))
+            raise UserError(f"{flag(name)}: --tree {shape} does not use it; it uses {known}")
     return TreeConfig(**given)
 
 
@@ -182,8 +192,9 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         for name in speculation:
             value = getattr(args, name)
             if value is not None and value is not False:
-                flag = "--" + name.replace("_", "-")
-                raise UserError(f"--no-draft and {flag}: plain decoding drafts nothing; drop one")
+                raise UserError(
+                    f"--no-draft and {flag(name)}: plain decoding drafts nothing; drop one"
+                )
     elif proposer is None:
         proposer = "eagle3"
     needs_head = proposer is not None and load("--proposer", proposer, PROPOSERS).needs_draft_model
@@ -214,12 +225,11 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """Sampling flags -> settings; those that greedy decoding would ignore are refused."""
     sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p, args.seed or 0)
     if sampling.greedy:
-        for flag in ("top_k", "top_p", "min_p", "seed"):
-            if getattr(args, flag) is not None:
-                name = "--" + flag.replace("_", "-")
+        for name in ("top_k", "top_p", "min_p", "seed"):
+            if getattr(args, name) is not None:
                 raise UserError(
-                    f"{name} {getattr(args, flag)}: no effect at --temperature 0; set a "
-                    f"temperature or drop {name}"
+                    f"{flag(name)} {getattr(args, name)}: no effect at --temperature 0; set a "
+                    f"temperature or drop {flag(name)}"
                 )
     return sampling
 
@@ -316,6 +326,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader, `head` say, has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return 0
 
 

@@ -25,7 +25,7 @@ from .stats import Clock, RoundStats
 from .tree import DraftTree
 from .verify import Accepted, Rule
 
-PREFILL_CHUNK = 512  # prompt tokens a forward pass: bounds the score matrix
+PREFILL_CHUNK = 128  # prompt tokens a forward pass: bounds the score matrix
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ def tree_step(tree: DraftTree, length: int) -> Step:
 class Decoder:
     """Target, cache, drafter and rule, tied together for one text at a time.
 
-    `proposer` and `builder` are None for plain decoding.
+    `proposer` and `builder` are None for plain decoding. `vocab_size` is the tokenizer's: a
+    target may have more rows than there are tokens, and those are never chosen.
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class Decoder:
         builder: Builder | None,
         rule: Rule,
         sampling: SamplingParams,
+        vocab_size: int | None = None,
     ) -> None:
+        self.vocab_size = vocab_size or target.vocab_size
         self.target = target
         self.cache = cache
         self.proposer = proposer
@@ -97,8 +100,11 @@ class Decoder:
 
     def _first_token(self, output: StepOutput) -> int:
         """The token after the prompt, drawn as every other."""
-        prob_V = probs(output.logits_TV, self.sampling)[-1]
+        prob_V = self._probs(output)[-1]
         return draw(prob_V, self.random.uniform(self.cache.length, DRAW))
+
+    def _probs(self, output: StepOutput) -> Tensor:
+        return probs(output.logits_TV[:, : self.vocab_size], self.sampling)
 
     def round(self, anchor: Anchor, max_depth: int) -> Round:
         """Emit 1 to `max_depth` + 1 tokens after the anchor."""
@@ -109,7 +115,7 @@ class Decoder:
             tree = self.builder.build(self.proposer, tree, max_depth)
         draft_seconds = clock.lap()
         output = self.target.forward(tree_step(tree, anchor.length), self.cache)
-        prob_NV = probs(output.logits_TV, self.sampling)
+        prob_NV = self._probs(output)
         rng = RoundRandom(self.random, anchor.length)
         accepted = self.rule.accept(tree, prob_NV, rng)
         verify_seconds = clock.lap()

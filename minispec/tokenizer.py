@@ -6,6 +6,7 @@ shown. No code of a checkpoint runs.
 
 import base64
 import codecs
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -13,7 +14,6 @@ import sentencepiece
 import tiktoken
 
 from .models.interface import UserError
-from .models.weights import read_json
 
 # Kimi-K2's pre-tokeniser, alternatives in order: Han runs; words with an optional leading sign
 # and an English contraction (two forms, by case); up to three digits; signs; line ends; spaces.
@@ -70,22 +70,12 @@ class SentencePieceTokenizer:
 
 
 class KimiTokenizer:
-    """tiktoken.model: base ranks, then 256 special slots named by tokenizer_config.json."""
+    """tiktoken.model: base ranks, then 256 special slots, which no text turns into."""
 
     def __init__(self, path: Path) -> None:
         ranks = read_ranks(path)
-        slots = range(len(ranks), len(ranks) + KIMI_SPECIAL_SLOTS)
-        names = {token: f"<|reserved_token_{token}|>" for token in slots}
-        config_path = path.parent / "tokenizer_config.json"
-        if config_path.is_file():
-            added = read_json(config_path).get("added_tokens_decoder", {})
-            names |= {int(token): entry["content"] for token, entry in added.items()}
-        self.special = {name: token for token, name in names.items()}
         self.model = tiktoken.Encoding(
-            path.parent.name,
-            pat_str=KIMI_PATTERN,
-            mergeable_ranks=ranks,
-            special_tokens=self.special,
+            "kimi", pat_str=KIMI_PATTERN, mergeable_ranks=ranks, special_tokens={}
         )
         self.base_size = len(ranks)
         self.vocab_size = self.base_size + KIMI_SPECIAL_SLOTS
@@ -112,7 +102,10 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 def load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
     """The tokenizer beside a checkpoint. Raises UserError if there is none or it does not fit."""
-    kinds = {"tokenizer.model": SentencePieceTokenizer, "tiktoken.model": KimiTokenizer}
+    kinds: dict[str, Callable[[Path], Tokenizer]] = {
+        "tokenizer.model": SentencePieceTokenizer,
+        "tiktoken.model": KimiTokenizer,
+    }
     for name, kind in kinds.items():
         path = Path(folder) / name
         if path.is_file():

@@ -11,7 +11,6 @@ V vocabulary, X taps joined, D head width, H query heads, J key heads, A head wi
 I own rows, L depths.
 """
 
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -20,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from .models.checkpoint import write_checkpoint
 from .models.eagle3 import Attend, Eagle3
 
 INIT_STD = 0.02
@@ -88,20 +87,18 @@ def draft_vocabulary(count_V: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return id_U - torch.arange(size), t2d_V
 
 
+@torch.no_grad()
 def init_head(head: Eagle3, target_lm_head_VD: Tensor, target_norm_D: Tensor) -> None:
     """Random weights; output side copied from the target, h starting near its last tap."""
     for name, weight in head.named_parameters():
-        if name == "embed_tokens":
-            continue
-        with torch.no_grad():
+        if name != "embed_tokens":
             nn.init.normal_(weight, std=INIT_STD) if weight.ndim > 1 else weight.fill_(1.0)
     id_U = head.to_target_ids(torch.arange(head.config.draft_vocab_size))
     width = head.config.hidden_size
-    with torch.no_grad():
-        if head.config.target_hidden_size == width:
-            head.fc.weight[:, -width:] += torch.eye(width)
-            head.lm_head.weight.copy_(target_lm_head_VD[id_U])
-            head.norm.weight.copy_(target_norm_D)
+    if head.config.target_hidden_size == width:
+        head.fc.weight[:, -width:] += torch.eye(width)
+        head.lm_head.weight.copy_(target_lm_head_VD[id_U])
+        head.norm.weight.copy_(target_norm_D)
 
 
 def attend_unrolled(past: list[tuple[Tensor, Tensor]], hidden_NS: Tensor) -> Attend:
@@ -166,38 +163,53 @@ def unrolled_loss(head: Eagle3, batch: HeadBatch, depths: int, decay: float) -> 
     return Unrolled(loss, torch.stack(agreement), prob_BTU.sum(-1).mean())
 
 
+def make_optimizer(
+    model: nn.Module, weight_decay: float, exempt: tuple[str, ...] = ()
+) -> torch.optim.AdamW:
+    """AdamW over what requires a gradient; weight decay on matrices whose name is not exempt."""
+    decayed: list[Tensor] = []
+    plain: list[Tensor] = []
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            (plain if weight.ndim < 2 or name.startswith(exempt) else decayed).append(weight)
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95))
+
+
+def update_weights(
+    model: nn.Module, optimizer: torch.optim.AdamW, loss: Tensor, lr: float, clip: float
+) -> None:
+    """One update from a loss, its gradient clipped to the norm `clip`."""
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), clip)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
 def train_head(
-    head: Eagle3,
-    batches: Iterator[HeadBatch],
-    options: HeadOptions,
-    deadline: float,
+    head: Eagle3, batches: Iterator[HeadBatch], options: HeadOptions, deadline: float
 ) -> list[dict[str, object]]:
     """Train all but a shared embedding in place -> log entries.
 
     Stops early, and says so, when time.monotonic() passes `deadline`.
     """
-    trained = []
     for name, weight in head.named_parameters():
         weight.requires_grad_(head.own_embedding or name != "embed_tokens")
-        trained += [weight] if weight.requires_grad else []
-    groups = [
-        {"params": [w for w in trained if w.ndim > 1], "weight_decay": 0.01},
-        {"params": [w for w in trained if w.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    optimizer = make_optimizer(head, 0.01)
     log: list[dict[str, object]] = []
     begun = time.monotonic()
     for update, batch in zip(range(1, options.updates + 1), batches):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(
-                update - 1, options.updates, options.warmup, options.peak_lr, options.final_lr
-            )
+        lr = learning_rate(
+            update - 1, options.updates, options.warmup, options.peak_lr, options.final_lr
+        )
         with mixed_precision(batch.ids_BT.device):
             result = unrolled_loss(head, batch, options.depths, options.decay)
-        result.loss.backward()
-        nn.utils.clip_grad_norm_(trained, options.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        update_weights(head, optimizer, result.loss, lr, options.clip)
         late = update < options.updates and time.monotonic() > deadline
         if update % 50 == 0 or update in (1, options.updates) or late:
             log.append(result.plain() | {"update": update})
@@ -223,36 +235,9 @@ def evaluate_head(head: Eagle3, batches: Iterator[HeadBatch], depths: int) -> di
     return Unrolled(loss, agree_L, mass).plain()
 
 
-def head_json(
-    sizes: dict[str, Any], aux_layer_ids: tuple[int, ...], special: dict[str, int]
-) -> dict[str, Any]:
-    """config.json of a head in the Llama dialect around a table of sizes."""
-    return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-        **special,
-        **sizes,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": list(aux_layer_ids),
-            "use_aux_hidden_state": True,
-        },
-    }
-
-
 def export_head(head: Eagle3, raw: dict[str, Any], t2d_V: Tensor, folder: Path) -> None:
     """Write config.json and model.safetensors; a shared embedding stays with the target."""
-    tensors = {}
-    for placement in head.placements():
-        kept = placement.into.detach().cpu()
-        kept = kept.to(torch.bfloat16) if kept.is_floating_point() else kept
-        # cloned: parts of one fused weight share storage, which safetensors refuses
-        tensors[placement.name] = kept.clone(memory_format=torch.contiguous_format)
-    tensors["t2d"] = t2d_V
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(raw, indent=1) + "\n")
+    tensors = {placement.name: placement.into for placement in head.placements()}
+    for name, tensor in tensors.items():
+        tensors[name] = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+    write_checkpoint(folder, raw, [*tensors.items(), ("t2d", t2d_V)])

@@ -3,6 +3,7 @@
 Follows the public config.json files of Kimi-K2-Thinking, K2.5 and K2.6.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,12 +158,11 @@ class KimiConfig:
             )
         refuse_other(text, REQUIRED_VALUES, where)
         check_quantization(text.get("quantization_config", raw.get("quantization_config")), where)
-        ints = (
-            "vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers "
-            "num_attention_heads n_routed_experts n_shared_experts num_experts_per_tok "
-            "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
-            "max_position_embeddings"
-        ).split()
+        ints = [
+            field.name
+            for field in dataclasses.fields(KimiConfig)
+            if field.type is int and field.name != "first_k_dense_replace"  # which may be 0
+        ]
         config = KimiConfig(
             **{key: need_int(text, key, where) for key in ints},
             first_k_dense_replace=need_int(text, "first_k_dense_replace", where, least=0),

@@ -22,16 +22,16 @@ from torch import Tensor, nn
 
 from .config import need_float, need_int, read_rope_scaling, read_rope_theta, refuse_other
 from .interface import CacheRows, Placement, Step, UserError
+from .kimi_k25 import mlp_placements
 from .layers import (
     MLP,
+    Linear,
     RMSNorm,
     RopeScaling,
     at_least_float32,
-    linear,
     rope_halves,
     rope_table,
 )
-from .kimi_k25 import mlp_placements
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 REQUIRED_VALUES: dict[str, object] = {
@@ -80,27 +80,50 @@ class Eagle3Config:
                 f"Llama dialect: {' or '.join(ARCHITECTURES)}"
             )
         refuse_other(raw, REQUIRED_VALUES, where)
-        hidden, heads = need_int(raw, "hidden_size", where), need_int(
-            raw, "num_attention_heads", where
-        )
+
+        def optional(key: str, default: int) -> int:
+            return default if raw.get(key) is None else need_int(raw, key, where)
+
+        hidden = need_int(raw, "hidden_size", where)
+        heads = need_int(raw, "num_attention_heads", where)
         vocab = need_int(raw, "vocab_size", where)
-        nested = raw.get("eagle_config") or {}
-        key = "eagle_aux_hidden_state_layer_ids"
-        ids = nested.get(key, raw.get(key))
-        return Eagle3Config(
+        config = Eagle3Config(
             hidden_size=hidden,
-            target_hidden_size=raw.get("target_hidden_size") or hidden,
+            target_hidden_size=optional("target_hidden_size", hidden),
             intermediate_size=need_int(raw, "intermediate_size", where),
             num_attention_heads=heads,
             num_key_value_heads=need_int(raw, "num_key_value_heads", where),
-            head_dim=raw.get("head_dim") or hidden // heads,
+            head_dim=optional("head_dim", hidden // heads),
             rms_norm_eps=need_float(raw, "rms_norm_eps", where),
             rope_theta=read_rope_theta(raw, where),
             rope_scaling=read_rope_scaling(raw, where),
             vocab_size=vocab,
-            draft_vocab_size=raw.get("draft_vocab_size") or vocab,
-            aux_layer_ids=tuple(ids) if ids else None,
+            draft_vocab_size=optional("draft_vocab_size", vocab),
+            aux_layer_ids=read_layer_ids(raw, where),
         )
+        if config.draft_vocab_size > vocab:
+            raise UserError(
+                f"{where}: draft_vocab_size is {config.draft_vocab_size}, more than the "
+                f"vocab_size {vocab}"
+            )
+        if heads % config.num_key_value_heads:
+            raise UserError(
+                f"{where}: num_attention_heads is {heads}, no multiple of num_key_value_heads "
+                f"{config.num_key_value_heads}"
+            )
+        return config
+
+
+def read_layer_ids(raw: dict[str, Any], where: str) -> tuple[int, ...] | None:
+    """The tapped layers, from `eagle_config` or the top level; None if neither names them."""
+    nested = raw.get("eagle_config") or {}
+    key = "eagle_aux_hidden_state_layer_ids"
+    ids = nested.get(key, raw.get(key))
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or len(ids) != 3 or not all(isinstance(i, int) for i in ids):
+        raise UserError(f"{where}: {key} is {ids!r}; it must be a list of three layer numbers")
+    return tuple(ids)
 
 
 def resolve_taps(aux_layer_ids: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
@@ -115,11 +138,11 @@ def resolve_taps(aux_layer_ids: tuple[int, ...] | None, num_layers: int) -> tupl
     else:
         ids = tuple(sorted(aux_layer_ids))
         boundaries = tuple(index + 1 for index in ids) if ids[0] == 1 else ids
-    in_range = 0 <= boundaries[0] < boundaries[-1] <= num_layers
-    if len(boundaries) != 3 or len(set(boundaries)) != 3 or not in_range:
+    if not 0 <= boundaries[0] < boundaries[1] < boundaries[2] <= num_layers:
         raise UserError(
-            f"eagle_aux_hidden_state_layer_ids is {aux_layer_ids}, read as inputs of layers "
-            f"{list(boundaries)}; it must name three different ones of the target's {num_layers}"
+            f"--draft-model: eagle_aux_hidden_state_layer_ids is {aux_layer_ids}, read as inputs "
+            f"of layers {list(boundaries)}; it must name three different ones of the target's "
+            f"{num_layers}"
         )
     return boundaries
 
@@ -136,8 +159,8 @@ class DraftAttention(nn.Module):
         )
         self.split = (heads * head, key_heads * head, key_heads * head)
         self.head_dim = head
-        self.qkv_proj = linear(2 * config.hidden_size, sum(self.split), dtype)
-        self.o_proj = linear(heads * head, config.hidden_size, dtype)
+        self.qkv_proj = Linear(2 * config.hidden_size, sum(self.split), dtype)
+        self.o_proj = Linear(heads * head, config.hidden_size, dtype)
 
     def forward(self, x_TX: Tensor, cos_sin_T2A: Tensor, attend: Attend) -> Tensor:
         q, k, v = (
@@ -182,10 +205,10 @@ class Eagle3(nn.Module):
         super().__init__()
         self.config = config
         width = config.hidden_size
-        self.fc = linear(3 * config.target_hidden_size, width, dtype)
+        self.fc = Linear(3 * config.target_hidden_size, width, dtype)
         self.midlayer = DraftLayer(config, dtype)
         self.norm = RMSNorm(width, config.rms_norm_eps, dtype)
-        self.lm_head = linear(width, config.draft_vocab_size, dtype)
+        self.lm_head = Linear(width, config.draft_vocab_size, dtype)
         self.own_embedding = own_embedding
         self.embed_tokens: nn.Parameter | None = None
         if own_embedding:
@@ -259,8 +282,8 @@ class Eagle3(nn.Module):
             if len(wrong):
                 at = int(wrong[0])
                 raise UserError(
-                    f"d2t[{at}] is {int(self.d2t[at])}, which maps draft id {at} to {int(ids[at])}; "
-                    f"the target's ids end at {config.vocab_size - 1}"
+                    f"--draft-model: d2t[{at}] is {int(self.d2t[at])}, which maps draft id {at} to "
+                    f"{int(ids[at])}; the target's ids end at {config.vocab_size - 1}"
                 )
 
     def placements(self) -> Iterator[Placement]:

@@ -1,15 +1,19 @@
 """What the engine and its models say to each other: a step in, logits and taps out.
 
 Knows no model, no cache layout and no rule. Shape suffixes used in this file:
-T tokens of this step, W window rows, V vocabulary, D the taps' joined width, C cache row width.
+T tokens of this step, W window rows, L keys a token lists, V vocabulary, D the taps' joined
+width, C cache row width.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from ..kernels.mla_attention import list_keys
 
 
 class UserError(ValueError):
@@ -38,6 +42,11 @@ class Step:
         slot_T = torch.arange(prefix, prefix + count, device=token_T.device)
         visible_TW = torch.ones(count, count, dtype=torch.bool, device=token_T.device).tril()
         return Step(token_T, slot_T, slot_T, visible_TW, prefix)
+
+    @cached_property
+    def key_TL(self) -> Tensor:
+        """The cache rows that each token attends to, in order of position; see `list_keys`."""
+        return list_keys(self.visible_TW, self.prefix)
 
     @property
     def end(self) -> int:

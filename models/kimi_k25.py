@@ -22,15 +22,15 @@ from ..kernels.int4_moe import (
     int4_moe_reference,
     repack_for_cpu,
 )
+from ..kernels.matmul import head_matmul
 from ..kernels.mla_attention import mla_attention
-
 from .config import KimiConfig
 from .interface import CacheRows, Placement, Step, StepOutput
 from .layers import (
     MLP,
+    Linear,
     RMSNorm,
     at_least_float32,
-    linear,
     rope_pairs,
     rope_table,
     route,
@@ -59,14 +59,12 @@ class Attention(nn.Module):
         kv_head = config.qk_nope_head_dim + config.v_head_dim
         eps = config.rms_norm_eps
         # q_a_proj above kv_a_proj_with_mqa: both read the same input
-        self.qkv_a_proj = linear(
-            config.hidden_size, config.q_lora_rank + config.cache_width, dtype
-        )
+        self.qkv_a_proj = Linear(config.hidden_size, config.q_lora_rank + config.cache_width, dtype)
         self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps, dtype)
-        self.q_b_proj = linear(config.q_lora_rank, heads * q_head, dtype)
+        self.q_b_proj = Linear(config.q_lora_rank, heads * q_head, dtype)
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, eps, dtype)
-        self.kv_b_proj = linear(config.kv_lora_rank, heads * kv_head, dtype)
-        self.o_proj = linear(heads * config.v_head_dim, config.hidden_size, dtype)
+        self.kv_b_proj = Linear(config.kv_lora_rank, heads * kv_head, dtype)
+        self.o_proj = Linear(heads * config.v_head_dim, config.hidden_size, dtype)
 
     def forward(
         self, x_TD: Tensor, cos_sin_T2P: Tensor, step: Step, cache: CacheRows, layer: int
@@ -84,16 +82,15 @@ class Attention(nn.Module):
         cache.write(layer, step.slot_T, row_TR)
 
         kv_b_HXC = self.kv_b_proj.weight.view(-1, nope + config.v_head_dim, rank)
-        q_latent_THC = (q_THQ[..., :nope].transpose(0, 1) @ kv_b_HXC[:, :nope]).transpose(0, 1)
+        q_latent_THC = head_matmul(q_THQ[..., :nope], kv_b_HXC[:, :nope])
         out_THC = mla_attention(
             torch.cat([q_latent_THC, turned_TXP[:, :-1]], dim=-1),
             cache.rows(layer, step.end),
-            step.visible_TW,
+            step.key_TL,
             self.scale,
             rank,
         )
-        value_HCA = kv_b_HXC[:, nope:].transpose(1, 2)
-        out_THA = (out_THC.transpose(0, 1) @ value_HCA).transpose(0, 1)
+        out_THA = head_matmul(out_THC, kv_b_HXC[:, nope:].transpose(1, 2))
         return self.o_proj(out_THA.flatten(1))
 
     def placements(self, prefix: str) -> Iterator[Placement]:
@@ -115,9 +112,7 @@ def mlp_placements(mlp: MLP, prefix: str) -> Iterator[Placement]:
 class MoE(nn.Module):
     """Routed INT4 experts plus one shared expert that is neither routed nor scaled."""
 
-    def __init__(
-        self, config: KimiConfig, dtype: torch.dtype, expert_dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: KimiConfig, dtype: torch.dtype, expert_dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
         self.expert_dtype = expert_dtype
@@ -215,9 +210,7 @@ class KimiK25(nn.Module):
     is the output of layer b - 1; b = num_layers is the last output, before the final norm.
     """
 
-    def __init__(
-        self, config: KimiConfig, dtype: torch.dtype, expert_dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: KimiConfig, dtype: torch.dtype, expert_dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
         self.vocab_size = config.vocab_size
@@ -232,7 +225,7 @@ class KimiK25(nn.Module):
             Layer(config, index, dtype, expert_dtype) for index in range(self.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.lm_head = linear(config.hidden_size, config.vocab_size, dtype)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
         self.rope_S2P: Tensor | None = None
 
     @torch.inference_mode()

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.matmul import matmul
+
 
 def at_least_float32(x: Tensor) -> Tensor:
     """Widen the 16-bit types; float32 and float64 pass."""
@@ -36,11 +38,18 @@ class RMSNorm(nn.Module):
         return rms_norm(x_TD, self.weight, self.eps)
 
 
-def linear(in_width: int, out_width: int, dtype: torch.dtype) -> nn.Linear:
-    """A bias-free product whose weight waits to be loaded."""
-    layer = nn.utils.skip_init(nn.Linear, in_width, out_width, bias=False, dtype=dtype)
-    layer.weight.requires_grad_(False)
-    return layer
+class Linear(nn.Linear):
+    """A bias-free product through `matmul`; its weight waits to be loaded."""
+
+    def __init__(self, in_width: int, out_width: int, dtype: torch.dtype) -> None:
+        super().__init__(in_width, out_width, bias=False, dtype=dtype)
+        self.weight.requires_grad_(False)
+
+    def reset_parameters(self) -> None:
+        """Nothing: random numbers would only be overwritten."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return matmul(x_TD, self.weight)
 
 
 @dataclass(frozen=True)
@@ -121,8 +130,8 @@ class MLP(nn.Module):
 
     def __init__(self, width: int, inner: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.gate_up_proj = linear(width, 2 * inner, dtype)
-        self.down_proj = linear(inner, width, dtype)
+        self.gate_up_proj = Linear(width, 2 * inner, dtype)
+        self.down_proj = Linear(inner, width, dtype)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.down_proj(swiglu(self.gate_up_proj(x_TD)))
@@ -137,7 +146,7 @@ def route(
     chosen and multiplied by `scaling`.
     """
     wide_TD = at_least_float32(x_TD)
-    score_TE = F.linear(wide_TD, gate_ED.to(wide_TD.dtype)).sigmoid()
+    score_TE = matmul(wide_TD, gate_ED.to(wide_TD.dtype)).sigmoid()
     expert_TK = (score_TE + bias_E).topk(experts_per_token, dim=-1).indices
     weight_TK = score_TE.gather(-1, expert_TK)
     weight_TK = weight_TK / (weight_TK.sum(-1, keepdim=True) + 1e-20) * scaling

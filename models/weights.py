@@ -66,7 +66,7 @@ class Checkpoint:
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
             raise UserError(f"{self.folder}: holds no .safetensors file; no other format is read")
-        return {name: path for path in files for name in self._open(path).keys()}
+        return {name: path for path in files for name in list(self._open(path).keys())}
 
     @staticmethod
     def _open(path: Path) -> Any:

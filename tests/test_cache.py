@@ -29,9 +29,7 @@ def check_caches(tokens: list[int], decoder, proposer: Eagle3Proposer) -> None:
     _, logprob_TU = head(step, head.fuse(output.taps_TD), fresh_rows)
     stale = rows.row_LSC[:, :length]
     torch.testing.assert_close(stale, fresh_rows.row_LSC, atol=10 * TOLERANCE, rtol=0)
-    torch.testing.assert_close(
-        proposer.root_logprob_U, logprob_TU[-1], atol=10 * TOLERANCE, rtol=0
-    )
+    torch.testing.assert_close(proposer.root_logprob_U, logprob_TU[-1], atol=10 * TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("tree", TREES)

@@ -265,9 +265,7 @@ def token_text(token: int) -> str:
 
 SPELLINGS: dict[str, tuple[list[str], str, object]] = {
     # spelling -> (the words typed, the setting, its value)
-    **{
-        flag: ([flag, "folder"], "model", "folder") for flag in ("--model", "--model-path")
-    },
+    **{flag: ([flag, "folder"], "model", "folder") for flag in ("--model", "--model-path")},
     **{
         flag: ([flag, "folder"], "draft_model", "folder")
         for flag in ("--draft-model", "--draft", "--speculative-draft-model-path")

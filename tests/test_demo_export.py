@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from minispec.models.checkpoint import head_json, target_json
 from minispec.models.config import KimiConfig
-from minispec.models.demo.export import config_json, export_target, load_target
+from minispec.models.demo.export import export_target, load_target
 from minispec.models.demo.train_target import TrainableKimi
 from minispec.models.eagle3 import Eagle3, Eagle3Config
 from minispec.models.interface import Loadable, Step
@@ -19,7 +20,6 @@ from minispec.train import (
     HeadOptions,
     draft_vocabulary,
     export_head,
-    head_json,
     init_head,
     train_head,
     unroll,
@@ -33,7 +33,7 @@ SIZES = {
     "qk_rope_head_dim": 8, "v_head_dim": 12, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
     "rope_theta": 50000.0,
     "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-}
+}  # fmt: skip
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 TAPS = (2, 3, 4)
 
@@ -60,7 +60,7 @@ def fill(model: Loadable, folder: Path) -> None:
 def target_of_size(scale: float = 6.0) -> tuple[TrainableKimi, dict[str, object]]:
     """A model whose weights are big enough for every part to matter in the logits."""
     torch.manual_seed(0)
-    raw = config_json(SIZES, 1, 2, 0)
+    raw = target_json(SIZES, SPECIAL)
     model = TrainableKimi(KimiConfig.from_json(raw, "test")).eval()
     for name, tensor in model.state_dict().items():
         if tensor.ndim > 1:
@@ -81,7 +81,7 @@ def head_of(target: TrainableKimi) -> tuple[Eagle3, dict[str, object], Tensor]:
         "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
         "vocab_size": 64, "draft_vocab_size": 32, "max_position_embeddings": 64,
-    }
+    }  # fmt: skip
     raw = head_json(sizes, TAPS, SPECIAL)
     head = Eagle3(Eagle3Config.from_json(raw, "test"), torch.float32, own_embedding=False)
     head.d2t, t2d_V = draft_vocabulary(torch.rand(64), 32)

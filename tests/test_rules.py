@@ -6,6 +6,7 @@ deterministic functions of the text, as top-k trees are.
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,7 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
 
 
 def make_tree(shape: str, text: tuple[int, ...]) -> DraftTree:
-    """Tokens shifted by the text's last one: the draft is a function of the text, like any other."""
+    """Tokens shifted by the text's last one: the draft is a function of the text."""
     shift = text[-1]
     tree, node_of = DraftTree.root(text[-1], torch.device("cpu")), {(): 0}
     for path in SHAPES[shape]:
@@ -182,8 +183,8 @@ def test_chi_square_with_the_real_dice(rule: str, shape: str) -> None:
     law = exact_law(table)
     counts = dict.fromkeys(law, 0)
     for seed in range(draws):
-        random = KeyedRandom(seed)
-        counts[emit(made, shape, table, lambda length: RoundRandom(random, length))] += 1
+        dice = partial(RoundRandom, KeyedRandom(seed))
+        counts[emit(made, shape, table, dice)] += 1
     cells = [tokens for tokens in law if law[tokens] * draws >= 5]
     rare = [tokens for tokens in law if law[tokens] * draws < 5]
     expected = [law[tokens] * draws for tokens in cells] + [sum(law[t] for t in rare) * draws]

@@ -130,9 +130,7 @@ def test_eos_inside_an_accepted_run(
         assert len(generation.report.rounds) == (-(-depth // (STEPS + 1)) if speculate else depth)
 
 
-def test_several_eos_ids(
-    monkeypatch: pytest.MonkeyPatch, engine: Engine, plain: list[int]
-) -> None:
+def test_several_eos_ids(monkeypatch: pytest.MonkeyPatch, engine: Engine, plain: list[int]) -> None:
     replaying(monkeypatch, engine, plain)
     early, late = first_seen(plain)[3], first_seen(plain)[6]
     monkeypatch.setattr(engine, "eos_token_ids", (511, plain[late], plain[early]))

@@ -25,10 +25,11 @@ class TreeConfig:
     static_tree: str | None = None  # rank paths, or a file with them
 
     def __post_init__(self) -> None:
-        for name, least in (("num_steps", 1), ("topk", 1), ("num_draft_nodes", 2)):
-            if getattr(self, name) < least:
+        bounds = {"num_steps": (1, 64), "topk": (1, 64), "num_draft_nodes": (2, 1024)}
+        for name, (least, most) in bounds.items():
+            if not least <= getattr(self, name) <= most:
                 flag = "--" + name.replace("_", "-")
-                raise UserError(f"{flag} {getattr(self, name)}: must be at least {least}")
+                raise UserError(f"{flag} {getattr(self, name)}: must be from {least} to {most}")
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,9 @@ Shape suffixes: T tokens, B tapped states joined, D head width, F nodes, K child
 import torch
 from torch import Tensor
 
+from ..kv import RowCache
 from ..models.eagle3 import Eagle3
 from ..models.interface import Step
-
-from ..kv import RowCache
 from ..models.weights import load_head
 from ..tree import DraftTree
 from . import DraftSetup
@@ -28,9 +27,7 @@ class Eagle3Proposer:
     @classmethod
     def from_setup(cls, setup: DraftSetup) -> "Eagle3Proposer":
         assert setup.draft_model is not None, "checked where the flags are"
-        head = load_head(
-            setup.draft_model, setup.target, setup.device, setup.dtype, setup.context
-        )
+        head = load_head(setup.draft_model, setup.target, setup.device, setup.dtype, setup.context)
         return cls(head, setup.context, setup.window)
 
     def __init__(self, head: Eagle3, context: int, window: int) -> None:

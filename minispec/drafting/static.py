@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from ..models.interface import UserError
-
 from ..tree import DraftTree
 from . import Proposer, TreeConfig
 

@@ -7,15 +7,18 @@ unigram; Kudo, 2018) and uint16 token arrays {train,heldout}_{stories,books}.bin
 heldout_known.bin (unseen stories of the plots that were trained on), in which every document
 ends with eos.
 
-Shape suffixes: N tokens of an array, B sequences of a batch, T tokens of a sequence.
+Shape suffixes: N tokens of an array, B sequences of a batch, T tokens of a sequence,
+V vocabulary.
 """
 
 import io
+import json
 import lzma
+import math
 import multiprocessing
 import re
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +28,12 @@ from torch import Tensor
 
 from .stories import story
 
-PAD, BOS, EOS, UNK = range(4)
+SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+UNK = 3
 KINDS = ("stories", "books")
 HELD_OUT_KINDS = (*KINDS, "known")
 FIRST_UNSEEN_SEED = 10_000_000
+PROMPTS = "heldout_prompts.jsonl"
 # first paragraph of a held-out book, and the first paragraph after it (None: the end)
 HELD_OUT_BOOKS = (
     ("Heidi's Years of Learning and Travel", "The River Bank"),  # Heidi
@@ -41,23 +46,17 @@ SAMPLE_STORIES = 5000  # stories that the tokenizer sees, about as much text as 
 
 def read_paragraphs(books: Path) -> list[str]:
     """Paragraphs of the file, each on one line."""
-    text = lzma.open(books, "rt", encoding="utf-8").read()
+    text = lzma.decompress(books.read_bytes()).decode()
     joined = (re.sub(r"\s*\n\s*", " ", part).strip() for part in re.split(r"\n\s*\n", text))
     return [part for part in joined if part]
 
 
 def split_books(paragraphs: list[str]) -> tuple[list[str], list[str]]:
-    """-> (training paragraphs, held-out paragraphs). An anchor that is not unique is an error."""
-
-    def find(anchor: str) -> int:
-        places = [i for i, paragraph in enumerate(paragraphs) if paragraph == anchor]
-        if len(places) != 1:
-            raise ValueError(f"--books: {anchor!r} opens {len(places)} paragraphs; expected one")
-        return places[0]
-
+    """-> (training paragraphs, held-out paragraphs)."""
     held_out: set[int] = set()
     for first, after in HELD_OUT_BOOKS:
-        held_out |= set(range(find(first), len(paragraphs) if after is None else find(after)))
+        end = len(paragraphs) if after is None else paragraphs.index(after)
+        held_out |= set(range(paragraphs.index(first), end))
     train = [text for i, text in enumerate(paragraphs) if i not in held_out]
     return train, [paragraphs[i] for i in sorted(held_out)]
 
@@ -94,35 +93,31 @@ def train_tokenizer(paragraphs: list[str], vocab_size: int, path: Path) -> None:
         remove_extra_whitespaces=False,
         split_digits=True,
         user_defined_symbols=["\n", "\n\n"],  # the trainer reads lines and never sees one
-        pad_id=PAD,
-        bos_id=BOS,
-        eos_id=EOS,
+        pad_id=SPECIAL["pad_token_id"],
+        bos_id=SPECIAL["bos_token_id"],
+        eos_id=SPECIAL["eos_token_id"],
         unk_id=UNK,
         minloglevel=1,
     )
     path.write_bytes(model.getvalue())
 
 
-def encode(texts: list[str], tokenizer: sentencepiece.SentencePieceProcessor) -> bytes:
+def encode(texts: Iterable[str], model: bytes) -> bytes:
     """Documents -> uint16 ids, eos after each."""
-    ids = [token for one in tokenizer.encode(texts) for token in (*one, EOS)]
+    tokenizer = sentencepiece.SentencePieceProcessor(model_proto=model)
+    eos = SPECIAL["eos_token_id"]
+    ids = [token for text in texts for token in (*tokenizer.encode(text), eos)]
     return np.array(ids, dtype=np.uint16).tobytes()
 
 
-def encode_documents(texts: list[str], model: bytes) -> bytes:
-    """A worker's task for the books."""
-    return encode(texts, sentencepiece.SentencePieceProcessor(model_proto=model))
-
-
 def encode_stories(first_seed: int, model: bytes, split: str) -> bytes:
-    """A worker's task for the stories: tell and encode."""
-    tokenizer = sentencepiece.SentencePieceProcessor(model_proto=model)
+    """Told where they are encoded, so that both run on all cores."""
     seeds = range(first_seed, first_seed + SEEDS_PER_TASK)
-    return encode([story(seed, split) for seed in seeds], tokenizer)
+    return encode((story(seed, split) for seed in seeds), model)
 
 
 def write_tokens(
-    path: Path, task: Callable[..., bytes], items: Iterator[object], limit: int | None
+    path: Path, task: Callable[..., bytes], items: Iterable[object], limit: float
 ) -> None:
     """Run the task over the items in order on all cores until there are `limit` tokens."""
     if path.exists():
@@ -134,7 +129,7 @@ def write_tokens(
         for block in pool.imap(task, items):
             file.write(block)
             written += len(block) // 2
-            if limit is not None and written >= limit:
+            if written >= limit:
                 break
     partly.rename(path)
     print(f"corpus: {path.name}: {written:,} tokens", flush=True)
@@ -152,17 +147,28 @@ def build_corpus(
         print(f"corpus: tokenizer.model: {tokenizer_path.stat().st_size:,} bytes", flush=True)
     model = tokenizer_path.read_bytes()
     for split, paragraphs in (("train", train), ("heldout", held_out)):
-        task = partial(encode_documents, model=model)
         parts = ([text] for text in documents(paragraphs))
-        write_tokens(work / f"{split}_books.bin", task, parts, None)
+        write_tokens(work / f"{split}_books.bin", partial(encode, model=model), parts, math.inf)
     for name, first, split, limit in (
         ("train_stories", 0, "train", story_tokens),
         ("heldout_stories", FIRST_UNSEEN_SEED, "heldout", heldout_tokens),
         ("heldout_known", FIRST_UNSEEN_SEED, "train", heldout_tokens),
     ):
         last = first + 1 + 2 * limit // 100  # a story has over 100 tokens
+        seeds = range(first, last, SEEDS_PER_TASK)
         task = partial(encode_stories, model=model, split=split)
-        write_tokens(work / f"{name}.bin", task, iter(range(first, last, SEEDS_PER_TASK)), limit)
+        write_tokens(work / f"{name}.bin", task, seeds, limit)
+    write_prompts(held_out, work / PROMPTS)
+
+
+def write_prompts(held_out: list[str], path: Path) -> None:
+    """Openings of ten unseen stories and of ten paragraphs of prose, without their ends."""
+    prose = [text for text in held_out if 60 < len(text.split()) < 200 and text[0] != '"']
+    seeds = range(FIRST_UNSEEN_SEED, FIRST_UNSEEN_SEED + 70, 7)
+    texts = [("story", story(seed, "heldout")) for seed in seeds]
+    texts += [("book", text) for text in prose[5 :: len(prose) // 10][:10]]
+    prompts = ({"kind": kind, "prompt": " ".join(text.split(" ")[:40])} for kind, text in texts)
+    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
 
 
 class Windows:
@@ -178,22 +184,18 @@ class Windows:
             raise ValueError(f"{path}: {len(token_N)} tokens are too few for {length} a window")
         # int16: torch indexes it on every device, and ids stay far below 2**15
         self.token_N = torch.from_numpy(token_N.view(np.int16)).to(device)
-        self.length = length
-        self.seed = seed
-        self.start: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
+        self.length, self.seed = length, seed
+        self.starts = lru_cache(1)(self.shuffle)
 
-    def starts(self, index: int) -> np.ndarray:
+    def shuffle(self, index: int) -> np.ndarray:
         """Where the windows of pass `index` begin."""
-        if self.start[0] != index:
-            rng = np.random.default_rng((self.seed, index))
-            order = rng.permutation(self.per_pass) * self.length + rng.integers(self.length)
-            self.start = (index, order)
-        return self.start[1]
+        rng = np.random.default_rng((self.seed, index))
+        return rng.permutation(self.per_pass) * self.length + rng.integers(self.length)
 
     def take(self, first: int, count: int) -> Tensor:
         """Windows first .. first + count as int64 [count, length + 1]: inputs and next tokens."""
-        picked = [self.starts(n // self.per_pass)[n % self.per_pass] for n in
-                  range(first, first + count)]
+        places = (divmod(n, self.per_pass) for n in range(first, first + count))
+        picked = [self.starts(index)[place] for index, place in places]
         start_B = torch.from_numpy(np.array(picked)).to(self.token_N.device)
         offset_T = torch.arange(self.length + 1, device=self.token_N.device)
         return self.token_N[start_B[:, None] + offset_T].long()
@@ -215,15 +217,14 @@ class Mixture:
         """The batch of a step, int64 [size, length + 1]."""
         stories = round(size * self.story_share)
         counts = (stories, size - stories)
-        return torch.cat(
-            [window.take(step * n, n) for window, n in zip(self.kinds.values(), counts)]
-        )
+        parts = [windows.take(step * n, n) for windows, n in zip(self.kinds.values(), counts)]
+        return torch.cat(parts)
 
     def token_counts(self, vocab_size: int) -> Tensor:
-        """How often each id is met under this mixture, as a share of all."""
-        share = torch.zeros(vocab_size)
-        for weight, kind in zip((self.story_share, 1 - self.story_share), KINDS):
-            token_N = self.kinds[kind].token_N
-            count_V = torch.bincount(token_N.int(), minlength=vocab_size).cpu()
-            share += weight * count_V / len(token_N)
-        return share
+        """How often each id is met under this mixture, as a share of all [V]."""
+        share_V = torch.zeros(vocab_size)
+        shares = (self.story_share, 1 - self.story_share)
+        for share, windows in zip(shares, self.kinds.values()):
+            count_V = torch.bincount(windows.token_N.int(), minlength=vocab_size).cpu()
+            share_V += share * count_V / len(windows.token_N)
+        return share_V

@@ -25,42 +25,41 @@ the list's name, the same word all through the story; or with a fact of the stor
 {d2}, {d3}, {place2}, {at2}.  {He} is capitalised, as is the start of each line; a turns into an.
 """
 
-from __future__ import annotations
-
-import argparse
 import random
 import re
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Union
+from typing import NamedTuple, TypeVar
 
 DATA = Path(__file__).resolve().parent / "stories"
 PRONOUNS = {"she": ("she", "her", "her", "herself"), "he": ("he", "him", "his", "himself")}
 PEOPLE = {"n": "", "m": "m.", "s": "s.", "e": "e."}
-FACTS = {dot + word for dot in PEOPLE.values() for word in PRONOUNS["he"]} | set(PEOPLE) | set(
-    "n's name kind m.kind they their thing bare thing2 bare2 place at d1 d2 d3 place2 at2".split())
-FIRST = {"n": "I", "he": "I", "him": "me", "his": "my", "himself": "myself", "n's": "my",
-         "they": "we", "their": "our"}
+FIRST_PERSON = {
+    "n": "I", "he": "I", "him": "me", "his": "my", "himself": "myself", "n's": "my",
+    "they": "we", "their": "our",
+}  # fmt: skip
 AN = re.compile(r"\b([Aa]) (?=[aei]|o(?!n(?:e|ce)\b)|u(?!ni|se)|hour|honest)")
 SAID_I = re.compile(r"\b(said|cried|called|shouted|yelled|exclaimed|asked|answered|replied) I\b")
 START = re.compile(r'^"?[a-z]')
+Item = TypeVar("Item")
 
 
 class Slot(NamedTuple):
     """A hole in a line: one of some options or, when there are none, a fact."""
 
-    options: list[list[Part]]
+    options: "list[Line]"
     key: str  # the fact, or the name under which the chosen word is kept
     capital: bool
 
 
-Part = Union[str, Slot]
+Line = list[str | Slot]
 
 
 class Beat(NamedTuple):
     """A step of a plot: the lines to choose from; a line that is a str names a scene."""
 
-    lines: list[Union[str, list[Part]]]
+    lines: list[str | Line]
     chance: float
     paragraph: bool
     loose: bool
@@ -70,22 +69,19 @@ class Grammar:
     """The template files, parsed once for one split."""
 
     def __init__(self, split: str) -> None:
-        if split not in ("train", "heldout"):
-            raise ValueError(f"unknown split: {split}")
         heldout = split == "heldout"
-        entries = [x.partition(":") for x in self.read("words.txt").splitlines() if ":" in x]
-        self.words: dict[str, list[list[Part]]] = {name: [] for name, _, _ in entries}
+        entries = [x.split(":", 1) for x in self.read("words.txt").splitlines() if ":" in x]
+        self.words: dict[str, list[Line]] = {name: [] for name, _ in entries if name != "place"}
         self.places: list[list[str]] = []
-        for name, _, body in entries:
+        for name, body in entries:
             for item in [body] if name == "place" else body.split(","):
                 text = item.strip().lstrip("*")
-                own = "*" in item
-                # The held-out split prefers the items that only it may use.
-                for _ in range((3 if heldout else 0) if own else 1):
-                    if name == "place":
-                        self.places.append(text.split("; "))
-                    else:
-                        self.words[name].append(self.parse(text))
+                # the held-out split prefers the items that only it may use
+                times = 1 if "*" not in item else 3 if heldout else 0
+                if name == "place":
+                    self.places += [text.split("; ")] * times
+                else:
+                    self.words[name] += [self.parse(text)] * times
         self.scenes = {title: beats for title, _, beats in self.load("scenes.txt")}
         self.plots = [x for x in self.load("plots.txt") if ("heldout" in x[1]) == heldout]
 
@@ -97,22 +93,22 @@ class Grammar:
         """The plots or scenes of a file: title, flags, beats."""
         found = []
         for part in re.split(r"^== ", self.read(name), flags=re.M)[1:]:
-            head, _, body = part.partition("\n")
+            head, body = part.strip().split("\n", 1)
             title, _, flags = head.rstrip("] ").partition(" [")
-            blocks = [x.strip().splitlines() for x in re.split(r"\n\s*\n", body) if x.strip()]
-            found.append((title, flags.split(), [self.beat(x) for x in blocks]))
+            beats = [self.beat(block.splitlines()) for block in re.split(r"\n\s*\n", body.strip())]
+            found.append((title, flags.split(), beats))
         return found
 
     def beat(self, lines: list[str]) -> Beat:
-        marks = lines.pop(0).strip("[] ").split() if lines[0].startswith("[") else []
-        chance = next((int(x) / 100 for x in marks if x.isdigit()), 1.0)
-        parsed = [x[1:].strip() if x[0] == "@" else self.parse(x.strip()) for x in lines]
+        marks = lines.pop(0).strip("[] ").split() if lines[0][0] == "[" else []
+        chance = next((int(mark) / 100 for mark in marks if mark.isdigit()), 1.0)
+        parsed = [line[1:].strip() if line[0] == "@" else self.parse(line) for line in lines]
         return Beat(parsed, chance, "/" in marks, "~" in marks)
 
-    def parse(self, text: str) -> list[Part]:
+    def parse(self, text: str) -> Line:
         """Turn a line into literals and slots."""
-        stack: list[list[list[Part]]] = [[[]]]
-        for token in re.findall(r"[(|)]|\{[^}]*\}|[^(|){]+", text):
+        stack: list[list[Line]] = [[[]]]  # the options of every bracket that is open
+        for token in re.findall(r"[(|)]|\{[^}]*\}|[^(|){]+", text.strip()):
             if token == "(":
                 stack.append([[]])
             elif token == "|":
@@ -120,23 +116,16 @@ class Grammar:
             elif token == ")":
                 options = stack.pop()
                 stack[-1][-1].append(Slot(options, "", False))
+            elif token[0] == "{":
+                key = token[1].lower() + token[2:-1]
+                name, mark, _ = key.partition("#")
+                words = self.words.get(name, [])  # none: a fact
+                kept = key if mark or name not in self.words else ""
+                stack[-1][-1].append(Slot(words, kept, token[1].isupper()))
             else:
-                stack[-1][-1].append(self.slot(token[1:-1]) if token[0] == "{" else token)
-        if len(stack) != 1 or len(stack[0]) != 1:
-            raise ValueError(f"brackets do not match in: {text}")
-        return stack[0][0]
-
-    def slot(self, key: str) -> Slot:
-        low = key[0].lower() + key[1:]
-        name, mark, _ = low.partition("#")
-        if low in FACTS:
-            return Slot([], low, low != key)
-        if name not in self.words:
-            raise ValueError(f"unknown slot: {{{key}}}")
-        return Slot(self.words[name], low if mark else "", low != key)
-
-
-grammar = lru_cache(None)(Grammar)
+                stack[-1][-1].append(token)
+        ((line,),) = stack  # or a bracket is missing
+        return line
 
 
 class Teller:
@@ -144,8 +133,10 @@ class Teller:
 
     def __init__(self, rules: Grammar, seed: int) -> None:
         self.rules, self.random = rules, random.Random(seed).random
-        self.last: dict[int, int] = {}
-        self.title, self.flags, self.beats = self.choose(rules.plots)
+        self.told: list[str] = []
+        self.last: dict[int, int] = {}  # the option taken last, by the id of the options
+        _, flags, self.beats = self.choose(rules.plots)
+        self.first_person = "first" in flags
         facts = self.facts = {"they": "they", "their": "their"}
         for who, dot in PEOPLE.items():
             sex = self.choose(("she", "he"))
@@ -153,15 +144,15 @@ class Teller:
             if who in "se":
                 facts[who] = self.fresh("stranger" if who == "s" else "elder_" + sex)
                 continue
-            child = self.random() < 0.6
-            if who == "n" and ("kid" in self.flags or "beast" in self.flags):
-                child = "kid" in self.flags
             human = "girl" if sex == "she" else "boy"
+            child = self.random() < 0.6
+            if who == "n" and {"kid", "beast"} & set(flags):
+                child = "kid" in flags
             facts[who] = self.fresh(human if child else "beastname")
             facts[dot + "kind"] = human if child else self.fresh("species")
-        facts.update({"name": facts["n"], "n's": facts["n"] + "'s"})
-        if "first" in self.flags:
-            facts.update(FIRST)
+        facts |= {"name": facts["n"], "n's": facts["n"] + "'s"}
+        if self.first_person:
+            facts |= FIRST_PERSON
         for i in ("", "2"):
             whole = self.fresh("object")
             facts["thing" + i], facts["bare" + i] = whole.replace("~", ""), whole.split("~")[1]
@@ -169,10 +160,10 @@ class Teller:
             facts["place" + i], facts["at" + i] = place[:2]
             if not i:
                 spots = place[2:]
-                for d in ("d1", "d2", "d3"):
-                    facts[d] = spots.pop(int(self.random() * len(spots)))
+                for fact in ("d1", "d2", "d3"):
+                    facts[fact] = spots.pop(int(self.random() * len(spots)))
 
-    def choose(self, items: Any) -> Any:
+    def choose(self, items: Sequence[Item]) -> Item:
         """One of the items, each as likely as the others."""
         return items[int(self.random() * len(items))]
 
@@ -183,7 +174,7 @@ class Teller:
             if word.split("~")[-1] not in self.facts.values():
                 return word
 
-    def fill(self, line: list[Part]) -> str:
+    def fill(self, line: Line) -> str:
         """The text of a line with its slots filled."""
         text = ""
         for part in line:
@@ -191,7 +182,7 @@ class Teller:
                 text += part
                 continue
             options, key, capital = part
-            word = self.facts.get(key) if key else None
+            word = self.facts.get(key) if options else self.facts[key]
             if word is None:
                 # squared: a list's first words are the common ones, as in any language
                 index = int(self.random() ** 2 * len(options))
@@ -204,8 +195,8 @@ class Teller:
             text += word[:1].upper() + word[1:] if capital else word
         return text
 
-    def play(self, beats: list[Beat], out: list[str]) -> None:
-        """Add the text of some beats; a blank line stands for a new paragraph."""
+    def play(self, beats: list[Beat]) -> None:
+        """Add the text of some beats to what was told; a blank line is a new paragraph."""
         order = list(beats)
         for i in range(len(order) - 1):
             if order[i].loose and order[i + 1].loose and self.random() < 0.5:
@@ -214,39 +205,25 @@ class Teller:
             if chance < 1.0 and self.random() >= chance:
                 continue
             if paragraph or self.random() < 0.2:
-                out.append("\n\n")
+                self.told.append("\n\n")
             line = self.choose(lines)
             if isinstance(line, str):
-                self.play(self.rules.scenes[line], out)
+                self.play(self.rules.scenes[line])
             else:
                 text = START.sub(lambda m: m[0].upper(), self.fill(line))
-                if out and text[0] == '"' == out[-1][-1]:  # the next one speaks
-                    out.append("\n\n")
-                out.append(text)
+                if self.told and text[0] == '"' == self.told[-1][-1]:  # the next one speaks
+                    self.told.append("\n\n")
+                self.told.append(text)
 
-    def tell(self) -> str:
-        out: list[str] = []
-        self.play(self.beats, out)
-        text = re.sub(r"\s*\n\s*", "\n\n", " ".join(out)).strip()
-        if "first" in self.flags:
-            text = SAID_I.sub(r"I \1", text)
-        return AN.sub(r"\1n ", text)
+
+grammar = cache(Grammar)
 
 
 def story(seed: int, split: str = "train") -> str:
     """One story, the same for the same seed; the two splits share no plot."""
-    return Teller(grammar(split), seed).tell()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Print seeded children's stories.")
-    parser.add_argument("count", type=int)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first story")
-    parser.add_argument("--split", choices=("train", "heldout"), default="train")
-    args = parser.parse_args()
-    for seed in range(args.seed, args.seed + args.count):
-        print(story(seed, args.split), end="\n\n***\n\n")
-
-
-if __name__ == "__main__":
-    main()
+    teller = Teller(grammar(split), seed)
+    teller.play(teller.beats)
+    text = re.sub(r"\s*\n\s*", "\n\n", " ".join(teller.told)).strip()
+    if teller.first_person:
+        text = SAID_I.sub(r"I \1", text)
+    return AN.sub(r"\1n ", text)

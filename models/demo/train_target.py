@@ -11,18 +11,21 @@ P rotary part, E experts, K experts per token, F expert width, V vocabulary, X t
 N outputs and G groups of 32 inputs of a weight, L MoE layers.
 """
 
+import json
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ...kernels.int4_moe import GROUP
-from ...train import learning_rate, mixed_precision
+from ...train import learning_rate, make_optimizer, mixed_precision, update_weights
 from ..config import KimiConfig
 from ..kimi_k25 import softmax_scale
 from ..layers import MLP, RMSNorm, rope_pairs, rope_table, route, swiglu
@@ -31,6 +34,7 @@ from .corpus import Mixture, Windows
 LOG_EVERY = 50
 SAVE_EVERY = 500
 INIT_STD = 0.02
+ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
 def quantise(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,9 +182,6 @@ class TrainableKimi(nn.Module):
                 std = INIT_STD / math.sqrt(2 * config.num_hidden_layers) if writes else INIT_STD
                 nn.init.normal_(weight, std=std)
 
-    def moe_layers(self) -> Iterator[MoE]:
-        return (layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE))
-
     def expert_weights(self, layer: Layer) -> tuple[Tensor, ...]:
         """Computed outside the layer: torch.compile would drop the scale's bfloat16 rounding."""
         if not isinstance(layer.mlp, MoE):
@@ -202,21 +203,16 @@ class TrainableKimi(nn.Module):
         taps_BTX = torch.cat(tapped, dim=-1) if tapped else None
         return self.lm_head(self.norm(x_BTD)), taps_BTX
 
-    def compile_layers(self) -> None:
-        """Layer by layer: one graph serves all MoE layers, so compiling takes seconds."""
-        for layer in self.layers:
-            layer.compile(dynamic=False)
-
     @torch.no_grad()
     def balance(self, rate: float) -> Tensor:
-        """DeepSeek-V3's bias update; returns the busiest expert's load over the mean, per layer."""
+        """DeepSeek-V3's bias update -> the busiest expert's load over its layer's mean."""
         worst = []
-        for moe in self.moe_layers():
+        for moe in (layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)):
             mean = moe.load_E.mean()
             moe.gate.e_score_correction_bias += rate * torch.sign(mean - moe.load_E)
             worst.append(moe.load_E.max() / mean)
             moe.load_E.zero_()
-        return torch.stack(worst)
+        return torch.stack(worst).max()
 
 
 @dataclass(frozen=True)
@@ -239,15 +235,6 @@ class Phase:
         return max(1, self.tokens // (self.batch * self.sequence))
 
 
-def make_optimizer(model: TrainableKimi) -> torch.optim.AdamW:
-    """AdamW; weight decay on matrices alone, and not on the embedding."""
-    decay, plain = [], []
-    for name, weight in model.named_parameters():
-        (plain if weight.ndim < 2 or name.startswith("embed_tokens") else decay).append(weight)
-    groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
-
-
 def next_token_loss(model: TrainableKimi, window_BT: Tensor) -> Tensor:
     """Mean cross-entropy of [B, T + 1] windows, products in bfloat16."""
     with mixed_precision(window_BT.device):
@@ -255,26 +242,29 @@ def next_token_loss(model: TrainableKimi, window_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits_BTV.float().flatten(0, 1), window_BT[:, 1:].flatten())
 
 
-def train_step(
-    model: TrainableKimi, optimizer: torch.optim.AdamW, window_BT: Tensor, lr: float, rate: float
-) -> tuple[Tensor, Tensor]:
-    """One update -> (loss, the worst layer's peak expert load over its mean), still on the GPU."""
-    loss = next_token_loss(model, window_BT)
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.detach(), model.balance(rate).max()
+def save_state(
+    path: Path, model: TrainableKimi, optimizer: torch.optim.AdamW, progress: dict[str, Any]
+) -> None:
+    """Weights and AdamW's moments by name; the progress as JSON in the same file's header."""
+    tensors = {f"model {name}": tensor for name, tensor in model.state_dict().items()}
+    for name, weight in model.named_parameters():
+        tensors |= {f"{key} {name}": optimizer.state[weight][key] for key in ADAMW_STATE}
+    partly = path.with_suffix(".part")  # a run that is killed here leaves the last state whole
+    save_file(tensors, partly, metadata={"progress": json.dumps(progress)})
+    partly.rename(path)
 
 
-def set_phase(model: TrainableKimi, phase: Phase) -> None:
-    """Training mode with the phase's dropout and quantisation."""
-    model.train()
-    model.fake_quant = phase.fake_quant
-    for layer in model.layers:
-        layer.dropout = phase.dropout
+def load_state(path: Path, model: TrainableKimi, optimizer: torch.optim.AdamW) -> dict[str, Any]:
+    """What `save_state` wrote -> the progress."""
+    with safe_open(path, "pt") as file:
+        progress: dict[str, Any] = json.loads(file.metadata()["progress"])
+        names = model.state_dict().keys()
+        model.load_state_dict({name: file.get_tensor(f"model {name}") for name in names})
+        for name, weight in model.named_parameters():
+            stored = {key: file.get_tensor(f"{key} {name}") for key in ADAMW_STATE}
+            stored |= {key: value.to(weight) for key, value in stored.items() if key != "step"}
+            optimizer.state[weight] = stored  # AdamW wants its step counters on the CPU
+    return progress
 
 
 def train_phase(
@@ -284,33 +274,22 @@ def train_phase(
 
     `deadline` is a value of time.monotonic().
     """
-    optimizer = make_optimizer(model)
-    step, spent, log = 0, 0.0, []
+    optimizer = make_optimizer(model, 0.1, exempt=("embed_tokens",))
+    progress: dict[str, Any] = {"step": 0, "seconds": 0.0, "log": []}
     if path.exists():
-        # on the CPU first: AdamW wants its step counters to stay there
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step, spent, log = state["step"], state["seconds"], state["log"]
-    set_phase(model, phase)
-    begun = time.monotonic() - spent
+        progress = load_state(path, model, optimizer)
+    step, log = progress["step"], progress["log"]
+    model.train()
+    model.fake_quant = phase.fake_quant
+    for layer in model.layers:
+        layer.dropout = phase.dropout
     recent, recent_step = time.monotonic(), step
-
-    def save() -> None:
-        state = {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "step": step,
-            "seconds": time.monotonic() - begun,
-            "log": log,
-        }
-        torch.save(state, path.with_suffix(".part"))
-        path.with_suffix(".part").rename(path)
-
+    begun = recent - progress["seconds"]
     while step < phase.steps:
         lr = learning_rate(step, phase.steps, phase.warmup, phase.peak_lr, phase.final_lr)
-        rate = phase.balance * lr / phase.peak_lr
-        loss, load = train_step(model, optimizer, mixture.batch(step, phase.batch), lr, rate)
+        loss = next_token_loss(model, mixture.batch(step, phase.batch))
+        update_weights(model, optimizer, loss, lr, 1.0)
+        load = model.balance(phase.balance * lr / phase.peak_lr)
         step += 1
         if step % LOG_EVERY == 0 or step in (1, phase.steps):
             value, now = loss.item(), time.monotonic()
@@ -324,10 +303,11 @@ def train_phase(
                 f"load {load.item():.2f} {speed:,.0f} tokens/s",
                 flush=True,
             )
-        if step % SAVE_EVERY == 0 or step == phase.steps:
-            save()
-        if step < phase.steps and time.monotonic() > deadline:
-            save()
+        late = step < phase.steps and time.monotonic() > deadline
+        if step % SAVE_EVERY == 0 or step == phase.steps or late:
+            seconds = time.monotonic() - begun
+            save_state(path, model, optimizer, {"step": step, "seconds": seconds, "log": log})
+        if late:
             print(f"{phase.name}: out of time at step {step}; run again to go on", flush=True)
             return None
     seconds = time.monotonic() - begun
@@ -344,17 +324,14 @@ def train_phase(
 def evaluate(
     model: TrainableKimi, kinds: dict[str, Windows], batches: int, batch: int
 ) -> dict[str, dict[str, float]]:
-    """Held-out perplexity of each kind of text, experts in float and as INT4."""
+    """Held-out perplexity of each kind of text, experts in float and, left so, as INT4."""
     model.eval()
-    result: dict[str, dict[str, float]] = {}
-    before = model.fake_quant
+    result: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
     for kind, windows in kinds.items():
-        result[kind] = {}
         for name, quantised in (("float", False), ("int4", True)):
             model.fake_quant = quantised
             losses = [
                 next_token_loss(model, windows.take(i * batch, batch)) for i in range(batches)
             ]
             result[kind][name] = round(math.exp(torch.stack(losses).mean().item()), 4)
-    model.fake_quant = before
     return result
