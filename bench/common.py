@@ -40,9 +40,10 @@ def card(device: torch.device) -> dict[str, object]:
     }
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
+def spread(values: list[float]) -> dict[str, float]:
     """Median, quartiles and extremes."""
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    quartiles = statistics.quantiles(values, n=4, method="inclusive") if values[1:] else values * 3
+    low, middle, high = quartiles
     return {
         "median": middle,
         "quartile_1": low,

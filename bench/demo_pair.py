@@ -7,7 +7,9 @@ equal. Writes bench/results/demo_pair.json.
 """
 
 import argparse
+import dataclasses
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,6 +24,21 @@ from minispec.sampling import SamplingParams
 DEFAULT = TreeConfig()
 
 
+@dataclass(frozen=True)
+class Row:
+    """One prompt."""
+
+    kind: str
+    accepted_length: float
+    plain_tok_s: float
+    speculative_tok_s: float
+    ratio: float
+    equal: bool
+
+
+HEADER = [field.name for field in dataclasses.fields(Row)]
+
+
 def run(engine: Engine, prompt: list[int], tokens: int, speculate: bool) -> Generation:
     """One greedy text."""
     sampling = SamplingParams()
@@ -31,6 +48,20 @@ def run(engine: Engine, prompt: list[int], tokens: int, speculate: bool) -> Gene
     for _ in generation:
         pass
     return generation
+
+
+def measure(engine: Engine, kind: str, prompt: str, tokens: int, repeats: int) -> Row:
+    """Plain and speculative in turn, `repeats` times; medians of the speeds."""
+    ids = engine.encode(prompt)
+    speeds: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(repeats):
+        texts = {on: run(engine, ids, tokens, on) for on in (False, True)}
+        for on, generation in texts.items():
+            speeds[on].append(generation.report.tokens_per_second or 0.0)
+    plain, fast = (spread(speeds[on])["median"] for on in (False, True))
+    accepted = texts[True].report.mean_accepted_length or 0.0
+    equal = texts[True].token_ids == texts[False].token_ids
+    return Row(kind, accepted, plain, fast, fast / plain, equal)
 
 
 def main() -> None:
@@ -52,47 +83,29 @@ def main() -> None:
     )
     prompts = [json.loads(line) for line in args.prompts.read_text().splitlines()]
     run(engine, engine.encode(prompts[0]["prompt"]), 16, True)  # warm-up
-    rows: list[dict[str, object]] = []
-    for number, entry in enumerate(prompts):
-        ids = engine.encode(entry["prompt"])
-        speeds: dict[bool, list[float]] = {True: [], False: []}
-        for _ in range(args.repeats):
-            texts = {on: run(engine, ids, args.tokens, on) for on in (False, True)}
-            for on, generation in texts.items():
-                speeds[on].append(generation.report.tokens_per_second or 0.0)
-        fast, plain = (spread(speeds[on])["median"] for on in (True, False))
-        rows.append(
-            {
-                "prompt": number,
-                "kind": entry["kind"],
-                "accepted_length": texts[True].report.mean_accepted_length,
-                "plain_tok_s": plain,
-                "spec_tok_s": fast,
-                "ratio": fast / plain,
-                "equal": texts[True].token_ids == texts[False].token_ids,
-            }
-        )
-        print(table(list(rows[0]), [rows[-1].values()]), flush=True)
-    kinds = sorted({str(row["kind"]) for row in rows})
-    lengths = {
-        kind: spread([float(row["accepted_length"]) for row in rows if row["kind"] == kind])
-        for kind in kinds
-    }
+    rows: list[Row] = []
+    for entry in prompts:
+        rows.append(measure(engine, entry["kind"], entry["prompt"], args.tokens, args.repeats))
+        print(table(HEADER, [dataclasses.astuple(rows[-1])]), flush=True)
+    kinds = sorted({row.kind for row in rows})
+    names = ("tree", "tokens", "repeats", "num_steps", "topk", "num_draft_nodes")
     figures = {
-        "settings": {"tree": args.tree, "tokens": args.tokens, "repeats": args.repeats}
-        | {name: getattr(args, name) for name in ("num_steps", "topk", "num_draft_nodes")},
-        "texts_equal": sum(bool(row["equal"]) for row in rows),
+        "settings": {name: getattr(args, name) for name in names},
+        "texts_equal": sum(row.equal for row in rows),
         "prompts": len(rows),
-        "accepted_length": lengths,
-        "mean_accepted_length": {
-            kind: sum(float(r["accepted_length"]) for r in rows if r["kind"] == kind)
-            / sum(r["kind"] == kind for r in rows)
+        "accepted_length": {
+            kind: spread([row.accepted_length for row in rows if row.kind == kind])
             for kind in kinds
         },
-        "speed_ratio": spread([float(row["ratio"]) for row in rows]),
-        "rows": rows,
+        "speed_ratio": {
+            "all": spread([row.ratio for row in rows]),
+            **{kind: spread([row.ratio for row in rows if row.kind == kind]) for kind in kinds},
+        },
+        "rows": [dataclasses.asdict(row) for row in rows],
     }
-    print(table(list(rows[0]), (row.values() for row in rows)))
+    print(table(HEADER, map(dataclasses.astuple, rows)))
+    for name in ("accepted_length", "speed_ratio"):
+        print(name, json.dumps(figures[name]))
     save(args.save_as, card(engine.device), figures)
 
 

@@ -23,12 +23,18 @@ def matmul_reference(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
     return F.linear(x_TD, weight_ND)
 
 
+def row_tiles(x_TD: Tensor) -> tuple[Tensor, ...]:
+    """Tiles of ROW_TILE rows; the last one is filled up with copies of the last row."""
+    missing = -x_TD.shape[0] % ROW_TILE
+    padded_TD = torch.cat([x_TD, *[x_TD[-1:]] * missing]) if missing else x_TD
+    return padded_TD.split(ROW_TILE)
+
+
 def matmul_cpu(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    """[T, D] -> [T, N], tile by tile; the last tile is filled up with zeros."""
-    count = x_TD.shape[0]
-    padded_TD = F.pad(x_TD, (0, 0, 0, -count % ROW_TILE))
-    tiles = [weight_ND @ tile.T for tile in padded_TD.split(ROW_TILE)]
-    return (tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)).T[:count].contiguous()
+    """[T, D] -> [T, N], tile by tile."""
+    tiles = [weight_ND @ tile_TD.T for tile_TD in row_tiles(x_TD)]
+    out_NT = tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)
+    return out_NT.T[: x_TD.shape[0]].contiguous()
 
 
 def matmul(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
@@ -42,7 +48,6 @@ def head_matmul(x_THD: Tensor, weight_HDN: Tensor) -> Tensor:
     """Each head's own product, [T, H, N]; on a CPU in the same tiles of rows."""
     if x_THD.device.type != "cpu":
         return torch.bmm(x_THD.transpose(0, 1), weight_HDN).transpose(0, 1)
-    count = x_THD.shape[0]
-    padded_HTD = F.pad(x_THD.transpose(0, 1), (0, 0, 0, -count % ROW_TILE))
-    tiles = [torch.bmm(tile, weight_HDN) for tile in padded_HTD.split(ROW_TILE, dim=1)]
-    return torch.cat(tiles, dim=1)[:, :count].transpose(0, 1)
+    tiles = [torch.bmm(tile_THD.transpose(0, 1), weight_HDN) for tile_THD in row_tiles(x_THD)]
+    out_HTN = tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)
+    return out_HTN[:, : x_THD.shape[0]].transpose(0, 1)

@@ -61,7 +61,13 @@ def make_parser() -> Parser:
     add("--context", type=int, metavar="N", help="positions to hold; default: the model's limit")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N; default %(default)s")
     add("--dtype", default="auto", help="auto, float32 or bfloat16; default %(default)s")
-    add("--threads", type=int, metavar="N", help="CPU threads; default: PyTorch's choice")
+    add(
+        "--threads",
+        type=int,
+        default=1,
+        metavar="N",
+        help="CPU threads; default 1: the demo's products are too small to share",
+    )
 
     group = parser.add_argument_group("speculation")
     add = group.add_argument
@@ -278,10 +284,9 @@ def run(args: argparse.Namespace) -> None:
     params = GenerationParams(args.max_new_tokens, tuple(args.stop), args.ignore_eos)
     config = engine_config(args)
     rule = pick_rule(args.verify, sampling)
-    if args.threads is not None:
-        if args.threads < 1:
-            raise UserError(f"--threads {args.threads}: must be at least 1")
-        torch.set_num_threads(args.threads)
+    if args.threads < 1:
+        raise UserError(f"--threads {args.threads}: must be at least 1")
+    torch.set_num_threads(args.threads)
     prompt = read_prompt(args)
     engine = Engine(config)
     generation = engine.generate(engine.encode(prompt), sampling, params, rule)

@@ -20,8 +20,8 @@ class TreeConfig:
     """Settings of the tree shapes; each shape names those that it `uses`."""
 
     num_steps: int = 4  # draft steps: the deepest node
-    topk: int = 4  # children tried under each node
-    num_draft_nodes: int = 12  # nodes verified, the root counted
+    topk: int = 3  # children tried under each node
+    num_draft_nodes: int = 8  # nodes verified, the root counted
     static_tree: str | None = None  # rank paths, or a file with them
 
     def __post_init__(self) -> None:

@@ -13,8 +13,8 @@ from ..models.interface import UserError
 from ..tree import DraftTree
 from . import Proposer, TreeConfig
 
-# The likeliest 11 paths of a peaked drafter; 12 nodes with the root.
-DEFAULT = "[0],[1],[2],[0,0],[0,1],[1,0],[0,0,0],[0,0,1],[0,1,0],[0,0,0,0],[0,0,0,0,0]"
+# The likeliest 7 paths of a peaked drafter; 8 nodes with the root.
+DEFAULT = "[0],[1],[2],[0,0],[0,1],[0,0,0],[0,0,0,0]"
 
 
 def read_paths(text: str) -> set[tuple[int, ...]]:
