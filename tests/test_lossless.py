@@ -2,7 +2,22 @@
 
 import pytest
 import torch
-from toys import TREES, NeverRight, Replay, decode, make_decoder, make_proposer, toy_pair
+from toys import (
+    CONTEXT,
+    CPU,
+    TREES,
+    NeverRight,
+    Replay,
+    decode,
+    make_decoder,
+    make_proposer,
+    toy_pair,
+)
+
+from minispec.kv import RowCache
+from minispec.models.interface import Step
+from minispec.round import tree_step
+from minispec.tree import DraftTree
 
 PROPOSERS = ["eagle3", "ngram"]
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79]
@@ -61,3 +76,35 @@ def test_plain_decoding_is_a_tree_of_one_node() -> None:
     target, _ = toy_pair(0)
     _, rounds = decode(make_decoder(target), PROMPT, 10)
     assert [len(done.tree) for done in rounds] == [1] * 9
+
+
+@pytest.mark.parametrize("expert_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 64, 70])
+def test_logits_do_not_depend_on_the_step(length: int, expert_dtype: torch.dtype) -> None:
+    """The same tokens in one chunk, one by one, and as a path of a tree: equal to the last bit."""
+    target, _ = toy_pair(6, expert_dtype=expert_dtype)
+    generator = torch.Generator().manual_seed(length)
+    text_T = torch.randint(0, 128, (length + 8,), generator=generator)
+
+    def run(sizes: list[int]) -> tuple[torch.Tensor, RowCache]:
+        cache = RowCache(target.num_layers, CONTEXT, target.cache_width, torch.float32, CPU)
+        logits = []
+        for chunk_T in text_T[: sum(sizes)].split(sizes):
+            logits.append(target.forward(Step.chunk(chunk_T, cache.length), cache).logits_TV)
+            cache.commit(list(range(len(chunk_T))))
+        return torch.cat(logits), cache
+
+    whole, _ = run([length + 8])
+    singles, _ = run([1] * (length + 8))
+    assert torch.equal(whole, singles)
+    before, cache = run([length])
+    assert torch.equal(whole[:length], before)
+    # a chain of the true tokens with a wrong sibling in front of each
+    tree = DraftTree.root(int(text_T[length]), CPU)
+    node, path = torch.tensor([0]), [0]
+    for token in text_T[length + 1 :].tolist():
+        tree, new = tree.grow(node, torch.tensor([[(token + 1) % 128, token]]), torch.zeros(1, 2))
+        node = new[1:]
+        path.append(int(node))
+    output = target.forward(tree_step(tree, length), cache)
+    assert torch.equal(output.logits_TV[path], whole[length:])
