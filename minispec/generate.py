@@ -61,13 +61,7 @@ def make_parser() -> Parser:
     add("--context", type=int, metavar="N", help="positions to hold; default: the model's limit")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N; default %(default)s")
     add("--dtype", default="auto", help="auto, float32 or bfloat16; default %(default)s")
-    add(
-        "--threads",
-        type=int,
-        default=1,
-        metavar="N",
-        help="CPU threads; default 1: the demo's products are too small to share",
-    )
+    add("--threads", type=int, default=1, metavar="N", help="CPU threads; default 1: small models")
 
     group = parser.add_argument_group("speculation")
     add = group.add_argument
