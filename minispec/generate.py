@@ -51,12 +51,9 @@ def make_parser() -> Parser:
     add = group.add_argument
     add("--model", "--model-path", metavar="DIR", help="target folder; default: the demo target")
     add(
-        "--draft-model",
-        "--draft",
-        "--speculative-draft-model-path",
-        metavar="DIR",
+        "--draft-model", "--draft", "--speculative-draft-model-path", metavar="DIR",
         help="EAGLE-3 head folder; default: the demo head, for the demo target",
-    )
+    )  # fmt: skip
     add("--no-draft", action="store_true", help="plain decoding, one token a pass")
     add("--context", type=int, metavar="N", help="positions to hold; default: the model's limit")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N; default %(default)s")
@@ -68,37 +65,23 @@ def make_parser() -> Parser:
     add("--proposer", metavar="NAME", help=f"{', '.join(PROPOSERS)} or module:Class")
     add("--tree", metavar="NAME", help=f"{', '.join(BUILDERS)} or module:Class; default eagle2")
     add(
-        "--num-steps",
-        "--speculative-num-steps",
-        "--num-speculative-tokens",
-        "--num-draft-tokens",
-        "--depth",
-        type=int,
-        metavar="N",
+        "--num-steps", "--speculative-num-steps", "--num-speculative-tokens",
+        "--num-draft-tokens", "--depth", type=int, metavar="N",
         help=f"draft steps, the deepest node of the tree; default {TREE.num_steps}",
-    )
+    )  # fmt: skip
     add(
-        "--topk",
-        "--speculative-eagle-topk",
-        type=int,
-        metavar="N",
+        "--topk", "--speculative-eagle-topk", type=int, metavar="N",
         help=f"children tried under each node; default {TREE.topk}",
-    )
+    )  # fmt: skip
     add(
-        "--num-draft-nodes",
-        "--speculative-num-draft-tokens",
-        "--total-token",
-        type=int,
-        metavar="N",
-        help=f"nodes verified a round, the root counted; default {TREE.num_draft_nodes}",
-    )
+        "--num-draft-nodes", "--speculative-num-draft-tokens", "--total-token", type=int,
+        metavar="N", help=f"nodes verified, the root counted; default {TREE.num_draft_nodes}",
+    )  # fmt: skip
     add("--static-tree", metavar="PATHS", help="for --tree static: '[0],[1],[0,0]' or a file")
     add(
-        "--verify",
-        "--rejection-sample-method",
-        metavar="NAME",
+        "--verify", "--rejection-sample-method", metavar="NAME",
         help=f"{', '.join(RULES)} or module:Class",
-    )
+    )  # fmt: skip
 
     group = parser.add_argument_group("sampling and stopping")
     add = group.add_argument
@@ -108,14 +91,9 @@ def make_parser() -> Parser:
     add("--min-p", type=float, metavar="P", help="drop tokens below P times the likeliest")
     add("--seed", type=int, help="default 0")
     add(
-        "--max-new-tokens",
-        "--max-tokens",
-        "-n",
-        type=int,
-        default=256,
-        metavar="N",
+        "--max-new-tokens", "--max-tokens", "-n", type=int, default=256, metavar="N",
         help="default %(default)s",
-    )
+    )  # fmt: skip
     add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
     add("--ignore-eos", action="store_true", help="go on past the end-of-text token")
 
@@ -285,11 +263,9 @@ def run(args: argparse.Namespace) -> None:
     engine = Engine(config)
     generation = engine.generate(engine.encode(prompt), sampling, params, rule)
     streaming = not (args.json or args.no_stream)
-    if streaming:
-        print(prompt, end="", flush=True)
     for number, emitted in enumerate(generation):
         if streaming:
-            print(emitted.text, end="", flush=True)
+            print(emitted.text if number else prompt + emitted.text, end="", flush=True)
         if emitted.round is None:
             continue
         if args.stats:

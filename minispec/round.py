@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .drafting import Builder, Proposer
 from .kv import RowCache
-from .models.interface import Step, StepOutput, Target
+from .models.interface import Step, StepOutput, Target, UserError
 from .sampling import DRAW, KeyedRandom, RoundRandom, SamplingParams, draw, probs
 from .stats import Clock, RoundStats
 from .tree import DraftTree
@@ -104,6 +104,11 @@ class Decoder:
         return draw(prob_V, self.random.uniform(self.cache.length, DRAW))
 
     def _probs(self, output: StepOutput) -> Tensor:
+        if not bool(output.logits_TV.isfinite().all()):
+            raise UserError(
+                f"--model: the logits after {self.cache.length} tokens hold NaN or infinity; the "
+                "checkpoint's weights, or its config, are broken"
+            )
         return probs(output.logits_TV[:, : self.vocab_size], self.sampling)
 
     def round(self, anchor: Anchor, max_depth: int) -> Round:

@@ -4,6 +4,7 @@ Follows the public config.json files of Kimi-K2-Thinking, K2.5 and K2.6.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,27 +13,18 @@ from .layers import RopeScaling
 
 # Keys whose value picks another computation than the one in kimi_k25.py, and what it must be.
 REQUIRED_VALUES: dict[str, object] = {
-    "hidden_act": "silu",
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "attention_bias": False,
-    "norm_topk_prob": True,
-    "moe_layer_freq": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "tie_word_embeddings": False,
-    "num_nextn_predict_layers": 0,
+    "hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    "attention_bias": False, "norm_topk_prob": True, "moe_layer_freq": 1, "n_group": 1,
+    "topk_group": 1, "tie_word_embeddings": False, "num_nextn_predict_layers": 0,
     "rope_interleave": True,
-}
+}  # fmt: skip
+ABSENT = ("sliding_window", "mlp_bias", "logit_scale")  # other models' keys, computed nowhere here
+YARN_KEYS = ("factor", "original_max_position_embeddings")
+YARN_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 QUANTIZATION: dict[str, object] = {
-    "num_bits": 4,
-    "type": "int",
-    "symmetric": True,
-    "strategy": "group",
-    "group_size": 32,
-    "actorder": None,
-    "dynamic": False,
-}
+    "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32,
+    "actorder": None, "dynamic": False,
+}  # fmt: skip
 
 
 def need(config: dict[str, Any], key: str, where: str) -> Any:
@@ -55,7 +47,8 @@ def need_int(config: dict[str, Any], key: str, where: str, least: int = 1) -> in
 def need_float(config: dict[str, Any], key: str, where: str) -> float:
     """A positive number."""
     value = need(config, key, where)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
         raise UserError(f"{where}: key '{key}' is {value!r}; it must be a positive number")
     return float(value)
 
@@ -67,12 +60,14 @@ def need_object(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-def need_eos(config: dict[str, Any], where: str) -> tuple[int, ...]:
+def need_eos(value: Any, vocab_size: int, where: str) -> tuple[int, ...]:
     """One token id or several."""
-    value = need(config, "eos_token_id", where)
     ids = value if isinstance(value, list) else [value]
-    if not all(isinstance(token, int) for token in ids):
-        raise UserError(f"{where}: key 'eos_token_id' is {value!r}; it must be one id or a list")
+    if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        raise UserError(
+            f"{where}: key 'eos_token_id' is {value!r}; it must be a token id below {vocab_size}, "
+            "or a list of them"
+        )
     return tuple(ids)
 
 
@@ -84,31 +79,39 @@ def refuse_other(config: dict[str, Any], required: dict[str, object], where: str
                 f"{where}: '{key}' is {config[key]!r}, which minispec does not compute; "
                 f"it supports {value!r} only"
             )
+    for key in ABSENT:
+        if config.get(key):
+            raise UserError(
+                f"{where}: '{key}' is {config[key]!r}, which minispec does not compute; remove it"
+            )
 
 
 def read_rope_scaling(config: dict[str, Any], where: str) -> RopeScaling | None:
     """The `rope_scaling` (or newer `rope_parameters`) entry; only YaRN or none is known."""
     inside = f"{where}: rope_scaling"
     raw = need_object(config.get("rope_scaling") or config.get("rope_parameters") or {}, inside)
-    kind = raw.get("type", raw.get("rope_type", "default"))
-    if kind == "default":
+    kinds = {raw[key] for key in ("type", "rope_type") if key in raw} or {"default"}
+    if kinds == {"default"}:
         return None
-    if kind != "yarn":
-        raise UserError(f"{where}: rope_scaling type is {kind!r}; minispec knows 'yarn' or none")
+    if kinds != {"yarn"}:
+        raise UserError(f"{inside}: type is {sorted(kinds)}; minispec knows 'yarn' or none")
+    known = {"type", "rope_type", "rope_theta", *YARN_KEYS, *YARN_OPTIONAL}
+    for key in raw.keys() - known:
+        raise UserError(f"{inside}: key '{key}' is {raw[key]!r}, which minispec does not compute")
+    given = {key: need_float(raw, key, inside) for key in YARN_OPTIONAL if key in raw}
     factor = need_float(raw, "factor", inside)
-    original = need_int(raw, "original_max_position_embeddings", inside)
-    optional = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-    given = {key: raw[key] for key in optional if raw.get(key) is not None}
-    for key, value in given.items():
-        if not isinstance(value, (int, float)):
-            raise UserError(f"{inside}: key '{key}' is {value!r}; it must be a number")
-    return RopeScaling(factor, original, **given)
+    if factor < 1:
+        raise UserError(f"{inside}: key 'factor' is {factor}; it must be at least 1")
+    return RopeScaling(factor, need_int(raw, YARN_KEYS[1], inside), **given)
 
 
 def read_rope_theta(config: dict[str, Any], where: str) -> float:
     """`rope_theta`, which newer files keep inside `rope_parameters`."""
-    newer = config.get("rope_parameters") or {}
-    return need_float(newer if "rope_theta" in newer else config, "rope_theta", where)
+    newer = need_object(config.get("rope_parameters") or {}, f"{where}: rope_parameters")
+    theta = need_float(newer if "rope_theta" in newer else config, "rope_theta", where)
+    if theta <= 1:
+        raise UserError(f"{where}: key 'rope_theta' is {theta}; it must be above 1")
+    return theta
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,7 @@ class KimiConfig:
                 "('kimi_k2' or 'deepseek_v3', flat or under 'text_config')"
             )
         refuse_other(text, REQUIRED_VALUES, where)
+        refuse_other(raw, {"tie_word_embeddings": False}, where)
         check_quantization(text.get("quantization_config", raw.get("quantization_config")), where)
         ints = [
             field.name
@@ -170,7 +174,9 @@ class KimiConfig:
             rms_norm_eps=need_float(text, "rms_norm_eps", where),
             rope_theta=read_rope_theta(text, where),
             rope_scaling=read_rope_scaling(text, where),
-            eos_token_id=need_eos(text, where),
+            eos_token_id=need_eos(
+                need(text, "eos_token_id", where), need_int(text, "vocab_size", where), where
+            ),
             tensor_prefix="language_model." if "text_config" in raw else "",
         )
         if config.num_experts_per_tok > config.n_routed_experts:
@@ -194,10 +200,13 @@ def check_quantization(quantization: Any, where: str) -> None:
             f"{where}: no quantization_config; this version loads INT4 pack-quantized experts only"
         )
     inside = f"{where}: quantization_config"
-    outer: dict[str, object] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-    refuse_other(need_object(quantization, inside), outer, inside)
+    outer = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    refuse_other(need_object(quantization, inside), {**outer, "kv_cache_scheme": None}, inside)
+    need(quantization, "quant_method", inside)
     groups = need_object(need(quantization, "config_groups", inside), f"{inside}: config_groups")
     for name, group in groups.items():
-        weights = need_object(group, f"{inside}: {name}").get("weights")
-        weights = need_object(weights or {}, f"{inside}: {name}.weights")
-        refuse_other(weights, QUANTIZATION, f"{where}: {name}.weights")
+        within = f"{inside}: {name}"
+        refuse_other(need_object(group, within), {"input_activations": None}, within)
+        weights = need_object(need(group, "weights", within), f"{within}.weights")
+        refuse_other(weights, QUANTIZATION, f"{within}.weights")
+        need(weights, "num_bits", f"{within}.weights")

@@ -20,7 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import need_float, need_int, read_rope_scaling, read_rope_theta, refuse_other
+from .config import (
+    need_float,
+    need_int,
+    need_object,
+    read_rope_scaling,
+    read_rope_theta,
+    refuse_other,
+)
 from .interface import CacheRows, Placement, Step, UserError
 from .kimi_k25 import mlp_placements
 from .layers import (
@@ -35,14 +42,10 @@ from .layers import (
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 REQUIRED_VALUES: dict[str, object] = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "norm_before_residual": False,
-    "norm_before_fc": False,
-    "fc_norm": False,
-    "norm_output": False,
-}
+    "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
+    "norm_before_residual": False, "norm_before_fc": False, "fc_norm": False,
+    "norm_output": False, "num_hidden_layers": 1,
+}  # fmt: skip
 
 # (q_THA, k_TJA, v_TJA) -> out_THA: where inference puts its cache and training its own mask
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -73,10 +76,10 @@ class Eagle3Config:
     @staticmethod
     def from_json(raw: dict[str, Any], where: str) -> "Eagle3Config":
         """Raises UserError, which names the key, for what is missing or not computed here."""
-        architecture = (raw.get("architectures") or [None])[0]
-        if architecture not in ARCHITECTURES:
+        named = raw.get("architectures")
+        if not isinstance(named, list) or not named or named[0] not in ARCHITECTURES:
             raise UserError(
-                f"{where}: architectures is {architecture!r}; minispec loads EAGLE-3 heads of the "
+                f"{where}: architectures is {named!r}; minispec loads EAGLE-3 heads of the "
                 f"Llama dialect: {' or '.join(ARCHITECTURES)}"
             )
         refuse_other(raw, REQUIRED_VALUES, where)
@@ -116,12 +119,13 @@ class Eagle3Config:
 
 def read_layer_ids(raw: dict[str, Any], where: str) -> tuple[int, ...] | None:
     """The tapped layers, from `eagle_config` or the top level; None if neither names them."""
-    nested = raw.get("eagle_config") or {}
+    nested = need_object(raw.get("eagle_config") or {}, f"{where}: eagle_config")
+    refuse_other(nested, {"use_aux_hidden_state": True}, where)
     key = "eagle_aux_hidden_state_layer_ids"
     ids = nested.get(key, raw.get(key))
     if ids is None:
         return None
-    if not isinstance(ids, list) or len(ids) != 3 or not all(isinstance(i, int) for i in ids):
+    if not isinstance(ids, list) or len(ids) != 3 or not all(type(i) is int for i in ids):
         raise UserError(f"{where}: {key} is {ids!r}; it must be a list of three layer numbers")
     return tuple(ids)
 

@@ -21,6 +21,7 @@ from .kimi_k25 import KimiK25
 # Kimi-K2.5 sees pictures; minispec does not. weight_shape repeats what the config says.
 SKIPPED_PREFIXES = ("vision_tower.", "mm_projector.")
 SKIPPED_SUFFIXES = (".weight_shape", ".rotary_emb.inv_freq")
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 HEAD_SKIPPED = ("t2d",)  # the inverse of d2t
 
 
@@ -30,7 +31,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: file is missing; a model folder holds config.json and weights")
     try:
         content = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: holds no JSON object")
@@ -60,13 +61,19 @@ class Checkpoint:
             if not all(isinstance(file, str) for file in names.values()):
                 raise UserError(f"{index_path}: key 'weight_map' must map names to file names")
             for file in sorted(set(names.values())):
-                if not (self.folder / file).is_file():
+                if file != Path(file).name or not (self.folder / file).is_file():
                     raise UserError(f"{index_path}: names {file}, which is not in the folder")
             return {name: self.folder / file for name, file in names.items()}
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
             raise UserError(f"{self.folder}: holds no .safetensors file; no other format is read")
-        return {name: path for path in files for name in list(self._open(path).keys())}
+        found: dict[str, Path] = {}
+        for path in files:
+            for name in list(self._open(path).keys()):
+                if name in found:
+                    raise UserError(f"{path}: tensor {name} is in {found[name].name} already")
+                found[name] = path
+        return found
 
     @staticmethod
     def _open(path: Path) -> Any:
@@ -98,9 +105,8 @@ class Checkpoint:
             raise UserError(
                 f"{where} has shape {list(tensor.shape)}; the config asks for {list(into.shape)}"
             )
-        floating = tensor.is_floating_point(), into.is_floating_point()
-        narrowed = not any(floating) and tensor.element_size() > into.element_size()
-        if floating[0] != floating[1] or narrowed:
+        fits = FLOATS if into.is_floating_point() else (into.dtype,)
+        if tensor.dtype not in fits:
             raise UserError(f"{where} is {tensor.dtype}; {into.dtype} was expected")
         with torch.no_grad():
             into.copy_(tensor)

@@ -182,6 +182,70 @@ CHECKPOINTS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
         ),
         ("config.json", "rope_scaling", "factor", "missing"),
     ),
+    "JSON too deep": (
+        lambda t, h: (t / "config.json").write_text("[" * 100_000),
+        ("config.json", "JSON"),
+    ),
+    "rope_theta of 1": (
+        lambda t, h: text_config(t, rope_theta=1.0),
+        ("config.json", "rope_theta", "1.0", "above 1"),
+    ),
+    "norm eps that is no number": (
+        lambda t, h: text_config(t, rms_norm_eps=float("nan")),
+        ("config.json", "rms_norm_eps", "nan", "positive"),
+    ),
+    "rope setting that is not computed": (
+        lambda t, h: text_config(
+            t,
+            rope_scaling={
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "attn_factor": 2.0,
+            },
+        ),
+        ("config.json", "rope_scaling", "attn_factor", "2.0"),
+    ),
+    "end of text beyond the vocabulary": (
+        lambda t, h: (t / "generation_config.json").write_text('{"eos_token_id": [2, 99999]}'),
+        ("generation_config.json", "eos_token_id", "99999", "512"),
+    ),
+    "another model's sliding window": (
+        lambda t, h: text_config(t, sliding_window=4),
+        ("config.json", "sliding_window", "4"),
+    ),
+    "weights of another width of float": (
+        lambda t, h: change_tensors(
+            shard(t), lambda tensors: tensors.update({NORM: tensors[NORM].to(torch.float8_e4m3fn)})
+        ),
+        (NORM, "float8_e4m3fn"),
+    ),
+    "weights that are not finite": (
+        lambda t, h: change_tensors(
+            shard(t), lambda tensors: tensors.update({NORM: tensors[NORM] * float("nan")})
+        ),
+        ("--model", "NaN", "weights"),
+    ),
+    "tensor twice": (
+        lambda t, h: (
+            (t / INDEX).unlink(),
+            save_file({NORM: torch.ones(64)}, t / "again.safetensors"),
+        ),
+        (NORM, "already"),
+    ),
+    "index that leaves the folder": (
+        lambda t, h: edit_json(
+            t / INDEX,
+            weight_map=dict.fromkeys(
+                json.loads((t / INDEX).read_text())["weight_map"], "../target/" + shard(t).name
+            ),
+        ),
+        (INDEX, "../target/", "not in the folder"),
+    ),
+    "head of two layers": (
+        lambda t, h: edit_json(h / "config.json", num_hidden_layers=2),
+        ("config.json", "num_hidden_layers", "2", "1"),
+    ),
     "more experts chosen than there are": (
         lambda t, h: text_config(t, num_experts_per_tok=17),
         ("config.json", "num_experts_per_tok", "17", "16"),
