@@ -11,7 +11,7 @@ from pathlib import Path
 from .config import EngineConfig, load, pick_device, pick_dtypes
 from .drafting import BUILDERS, PROPOSERS, Builder, DraftSetup, Proposer
 from .kv import RowCache
-from .models.config import KimiConfig, need_eos
+from .models.config import need_eos
 from .models.interface import UserError
 from .models.weights import load_target, read_json
 from .round import Decoder, Round
@@ -124,7 +124,9 @@ class Engine:
         self.target = load_target(config.model, self.device, dense, expert, config.context)
         self.context = config.context or self.target.max_positions
         self.tokenizer = load_tokenizer(config.model, self.target.vocab_size)
-        self.eos_token_ids = eos_token_ids(config.model, self.target.config)
+        self.eos_token_ids = eos_token_ids(
+            config.model, self.target.config.eos_token_id, self.target.vocab_size
+        )
         nodes = 1
         if self.builder is not None:
             nodes = self.builder.max_nodes()
@@ -173,11 +175,11 @@ class Engine:
         return Generation(self, decoder, prompt, params)
 
 
-def eos_token_ids(folder: str, config: KimiConfig) -> tuple[int, ...]:
+def eos_token_ids(folder: str, from_config: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
     """generation_config.json has the last word on what ends a text, config.json the first."""
     path = Path(folder) / "generation_config.json"
     ids = read_json(path).get("eos_token_id") if path.is_file() else None
-    return config.eos_token_id if ids is None else need_eos(ids, config.vocab_size, str(path))
+    return from_config if ids is None else need_eos(ids, vocab_size, str(path))
 
 
 def pick_rule(name: str | None, sampling: SamplingParams) -> Rule:

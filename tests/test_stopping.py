@@ -164,7 +164,7 @@ def test_eos_ids_come_from_generation_config(
 ) -> None:
     if config is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(config))
-    assert eos_token_ids(str(tmp_path), (2,)) == wanted
+    assert eos_token_ids(str(tmp_path), (2,), 512) == wanted
 
 
 # lengths
