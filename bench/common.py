@@ -6,7 +6,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -35,7 +35,7 @@ def card(device: torch.device) -> dict[str, object]:
         "device": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
         "cpu_threads": torch.get_num_threads(),
         "versions": versions,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "command": shlex.join(["python", f"bench/{script.name}", *sys.argv[1:]]),
     }
 

@@ -13,7 +13,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SEAMS = {  # what a class must have to be of use behind a flag; the Protocols say it in full
     "--proposer": ("needs_draft_model", "from_setup", "reset", "commit", "expand"),
     "--tree": ("uses", "max_nodes", "max_drafted", "build"),
-    "--verify": ("accept",),
+    "--verify": ("name", "lossless", "greedy_only", "accept"),
 }
 
 

@@ -22,7 +22,7 @@ class Accepted:
 
 
 class Rule(Protocol):
-    """`lossless` at which temperatures the emitted text keeps the target's law."""
+    """`lossless`: the emitted text keeps the target's law. `greedy_only`: temperature 0 alone."""
 
     name: str
     lossless: bool
