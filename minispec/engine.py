@@ -4,7 +4,7 @@ Everything about stopping lives here: end-of-text ids, stop strings, the token l
 the context. Knows no rule and no tree shape beyond their seams.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,9 +111,14 @@ class Generation:
 
 
 class Engine:
-    """A target, its tokenizer, its cache and, unless plain, a drafter."""
+    """A target, its tokenizer, its cache and, unless plain, a drafter.
 
-    def __init__(self, config: EngineConfig) -> None:
+    `note` is called with one line for each thing that loading found out.
+    """
+
+    def __init__(
+        self, config: EngineConfig, note: Callable[[str], None] = lambda line: None
+    ) -> None:
         self.device = pick_device(config.device)
         dense, expert = pick_dtypes(config.dtype, self.device)
         self.builder: Builder | None = None

@@ -260,7 +260,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--threads {args.threads}: must be at least 1")
     torch.set_num_threads(args.threads)
     prompt = read_prompt(args)
-    engine = Engine(config)
+    engine = Engine(config, note=lambda line: print(f"[{line}]", file=sys.stderr))
     generation = engine.generate(engine.encode(prompt), sampling, params, rule)
     streaming = not (args.json or args.no_stream)
     for number, emitted in enumerate(generation):

@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .config import KimiConfig
-from .eagle3 import Eagle3, Eagle3Config, resolve_taps
 from .interface import Placement, UserError
 from .kimi_k25 import KimiK25
 
@@ -22,7 +21,6 @@ from .kimi_k25 import KimiK25
 SKIPPED_PREFIXES = ("vision_tower.", "mm_projector.")
 SKIPPED_SUFFIXES = (".weight_shape", ".rotary_emb.inv_freq")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-HEAD_SKIPPED = ("t2d",)  # the inverse of d2t
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -146,42 +144,3 @@ def load_target(
     checkpoint.load(model.placements())
     model.finish_loading(context or limit)
     return model
-
-
-def load_head(
-    folder: str | Path, target: KimiK25, device: torch.device, dtype: torch.dtype, context: int
-) -> Eagle3:
-    """An EAGLE-3 head folder -> head wired to `target`, whose taps it also sets.
-
-    Raises UserError where the head's widths or vocabulary do not fit the target.
-    """
-    checkpoint = Checkpoint(folder, "--draft-model")
-    where = str(checkpoint.config_path)
-    config = Eagle3Config.from_json(checkpoint.config, where)
-    width, vocab = target.config.hidden_size, target.config.vocab_size
-    own_embedding = "embed_tokens.weight" in checkpoint.file_of
-    if config.target_hidden_size != width:
-        raise UserError(
-            f"{where}: the head reads target states of width {config.target_hidden_size}; "
-            f"the target's hidden_size is {width}"
-        )
-    if not own_embedding and config.hidden_size != width:
-        raise UserError(
-            f"{where}: hidden_size is {config.hidden_size} and the head has no embed_tokens; "
-            f"it cannot share the target's, whose width is {width}"
-        )
-    if config.vocab_size != vocab:
-        raise UserError(
-            f"{where}: vocab_size is {config.vocab_size}; the target's vocabulary has {vocab}"
-        )
-    if config.draft_vocab_size < vocab and "d2t" not in checkpoint.file_of:
-        raise UserError(
-            f"{where}: draft_vocab_size is {config.draft_vocab_size} of {vocab}, but the head has "
-            "no d2t tensor to map draft ids to target ids"
-        )
-    with torch.device(device):
-        head = Eagle3(config, dtype, own_embedding)
-    checkpoint.load(head.placements(), HEAD_SKIPPED)
-    head.finish_loading(target.embed_tokens, context)
-    target.tap_boundaries = resolve_taps(config.aux_layer_ids, target.num_layers)
-    return head

@@ -16,9 +16,10 @@ from minispec.drafting.ngram import NgramProposer
 from minispec.engine import pick_rule
 from minispec.kv import RowCache
 from minispec.models.eagle3 import Eagle3
+from minispec.models.heads import load_head
 from minispec.models.kimi_k25 import KimiK25
 from minispec.models.synthetic import head_config, target_config, write_head, write_target
-from minispec.models.weights import load_head, load_target
+from minispec.models.weights import load_target
 from minispec.round import Decoder, Round
 from minispec.sampling import SamplingParams
 from minispec.tree import DraftTree

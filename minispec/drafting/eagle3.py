@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..kv import RowCache
 from ..models.eagle3 import Eagle3
+from ..models.heads import load_head
 from ..models.interface import Step
-from ..models.weights import load_head
 from ..tree import DraftTree
 from . import DraftSetup
 
