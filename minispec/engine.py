@@ -7,7 +7,9 @@ the context. Knows no rule and no tree shape beyond their seams.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from .chat import PromptForm, turn_ends
 from .config import EngineConfig, load, pick_device, pick_dtypes
 from .drafting import BUILDERS, PROPOSERS, Builder, DraftSetup, Proposer
 from .kv import RowCache
@@ -17,17 +19,21 @@ from .models.weights import load_target, read_json
 from .round import Decoder, Round
 from .sampling import SamplingParams
 from .stats import Clock, Report
-from .tokenizer import TextStream, load_tokenizer
+from .tokenizer import RESERVED, TextStream, Tokenizer, load_tokenizer
 from .verify import RULES, Rule
 
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """When a text ends. None for `max_new_tokens` means as far as the context goes."""
+    """When a text ends. None for `max_new_tokens` means as far as the context goes.
+
+    `chat` ends it where a chat turn ends, too.
+    """
 
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    chat: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
@@ -64,7 +70,8 @@ class Generation:
         self.limit_reason = "context"
         if params.max_new_tokens is not None and params.max_new_tokens <= self.limit:
             self.limit, self.limit_reason = params.max_new_tokens, "length"
-        self.eos = () if params.ignore_eos else engine.eos_token_ids
+        eos = engine.eos_token_ids + (turn_ends(engine.tokenizer) if params.chat else ())
+        self.eos = () if params.ignore_eos else eos
         self.stream = TextStream(engine.tokenizer, params.stop)
         self.token_ids: list[int] = []
         self.text = ""
@@ -129,8 +136,14 @@ class Engine:
         self.target = load_target(config.model, self.device, dense, expert, config.context)
         self.context = config.context or self.target.max_positions
         self.tokenizer = load_tokenizer(config.model, self.target.vocab_size)
+        spare = self.target.vocab_size - self.tokenizer.vocab_size
+        if spare:
+            note(f"the tokenizer names all but the last {spare} ids, which are never chosen")
+        raw = read_json(Path(config.model) / "config.json")
+        self.model_type = str(raw.get("model_type"))
+        check_special_ids(config.model, raw, self.target.config.eos_token_id, self.tokenizer)
         self.eos_token_ids = eos_token_ids(
-            config.model, self.target.config.eos_token_id, self.target.vocab_size
+            config.model, self.target.config.eos_token_id, self.tokenizer.vocab_size
         )
         nodes = 1
         if self.builder is not None:
@@ -148,9 +161,13 @@ class Engine:
             self.device,
         )
 
-    def encode(self, prompt: str) -> list[int]:
-        """Prompt text -> ids. Raises UserError if it is empty or leaves no room for a token."""
-        ids = self.tokenizer.encode(prompt)
+    def encode(self, prompt: str, form: PromptForm | None = None) -> list[int]:
+        """Prompt text, plain or in a form -> ids.
+
+        Raises UserError if it is empty, leaves no room for a token or asks for what the model or
+        its tokenizer lacks.
+        """
+        ids = (form or PromptForm()).ids(prompt, self.tokenizer, self.model_type)
         if not ids:
             raise UserError("--prompt: the prompt is empty; give at least one token of text")
         if len(ids) >= self.context:
@@ -185,6 +202,23 @@ def eos_token_ids(folder: str, from_config: tuple[int, ...], vocab_size: int) ->
     path = Path(folder) / "generation_config.json"
     ids = read_json(path).get("eos_token_id") if path.is_file() else None
     return from_config if ids is None else need_eos(ids, vocab_size, str(path))
+
+
+def check_special_ids(
+    folder: str, raw: dict[str, Any], eos: tuple[int, ...], tokenizer: Tokenizer
+) -> None:
+    """Raise UserError where config.json and the tokenizer cannot be of one checkpoint."""
+    reserved = {token for name, token in tokenizer.special.items() if name.startswith(RESERVED)}
+    wrong = [("eos_token_id", token) for token in eos
+             if token >= tokenizer.vocab_size or token in reserved]  # fmt: skip
+    placeholder = raw.get("media_placeholder_token_id")
+    if placeholder is not None and placeholder != tokenizer.special.get("<|media_pad|>"):
+        wrong.append(("media_placeholder_token_id", placeholder))
+    for key, token in wrong:
+        raise UserError(
+            f"{folder}: key '{key}' of config.json is {token!r}, which is another token or none in "
+            f"the tokenizer's {tokenizer.vocab_size} ids; put in the tokenizer of this checkpoint"
+        )
 
 
 def pick_rule(name: str | None, sampling: SamplingParams) -> Rule:

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import torch
 
+from .chat import PromptForm
 from .config import EngineConfig, load
 from .drafting import BUILDERS, PROPOSERS, TreeConfig
 from .engine import Engine, Generation, GenerationParams, pick_rule
@@ -46,6 +47,21 @@ def make_parser() -> Parser:
     add("prompt_words", nargs="?", metavar="PROMPT", help=f"the prompt; default {DEMO_PROMPT!r}")
     add("-p", "--prompt", help="the prompt, as a flag")
     add("--prompt-file", metavar="FILE", help="read the prompt from a file; - is stdin")
+    add("--raw", dest="chat", action="store_false", help="the prompt as it stands; the default")
+    add(
+        "--chat", action="store_true", default=False,
+        help="the prompt as one turn in Kimi's chat template, built in: a chat_template.jinja is "
+        "not run",
+    )  # fmt: skip
+    add("--system", metavar="TEXT", help="with --chat: the system message; default: none")
+    add(
+        "--thinking", action=argparse.BooleanOptionalAction,
+        help="with --chat: Kimi-K2.5 thinks before it answers, or not; it does by default",
+    )  # fmt: skip
+    add(
+        "--special-tokens", action="store_true",
+        help="names of special tokens in the prompt, <|im_end|> say, stand for these tokens",
+    )  # fmt: skip
 
     group = parser.add_argument_group("models")
     add = group.add_argument
@@ -212,7 +228,9 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     return sampling
 
 
-def settings(config: EngineConfig, sampling: SamplingParams, rule_name: str) -> dict[str, object]:
+def settings(
+    config: EngineConfig, form: PromptForm, sampling: SamplingParams, rule_name: str
+) -> dict[str, object]:
     """What was understood, for --json."""
     speculation = config.proposer is not None
     tree = dataclasses.asdict(config.tree_config)
@@ -224,6 +242,7 @@ def settings(config: EngineConfig, sampling: SamplingParams, rule_name: str) -> 
         "tree": config.tree if speculation else None,
         **({name: tree[name] for name in uses} if speculation else {}),
         "verify": rule_name,
+        **dataclasses.asdict(form),
         **dataclasses.asdict(sampling),
         "device": config.device,
         "dtype": config.dtype,
@@ -237,6 +256,7 @@ def as_json(generation: Generation, settings: dict[str, object]) -> str:
         {
             "text": generation.text,
             "token_ids": generation.token_ids,
+            "prompt_token_ids": generation.prompt,
             "prompt_tokens": report.prompt_tokens,
             "new_tokens": report.new_tokens,
             "rounds": len(report.rounds),
@@ -253,7 +273,8 @@ def as_json(generation: Generation, settings: dict[str, object]) -> str:
 def run(args: argparse.Namespace) -> None:
     """Check everything that needs no weights, load, generate, report."""
     sampling = sampling_params(args)
-    params = GenerationParams(args.max_new_tokens, tuple(args.stop), args.ignore_eos)
+    form = PromptForm(args.chat, args.system, args.thinking, args.special_tokens)
+    params = GenerationParams(args.max_new_tokens, tuple(args.stop), args.ignore_eos, form.chat)
     config = engine_config(args)
     rule = pick_rule(args.verify, sampling)
     if args.threads < 1:
@@ -261,7 +282,10 @@ def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     prompt = read_prompt(args)
     engine = Engine(config, note=lambda line: print(f"[{line}]", file=sys.stderr))
-    generation = engine.generate(engine.encode(prompt), sampling, params, rule)
+    generation = engine.generate(engine.encode(prompt, form), sampling, params, rule)
+    if form.chat:
+        print(f"[{form.note(engine.model_type)}]", file=sys.stderr)
+        prompt = ""  # of a chat, what the assistant says is shown
     streaming = not (args.json or args.no_stream)
     for number, emitted in enumerate(generation):
         if streaming:
@@ -275,7 +299,7 @@ def run(args: argparse.Namespace) -> None:
             tree = draw_tree(emitted.round.tree, emitted.round.accepted, engine.tokenizer)
             print(f"\n[round {number}]\n{tree}", file=sys.stderr)
     if args.json:
-        print(as_json(generation, settings(config, sampling, rule.name)))
+        print(as_json(generation, settings(config, form, sampling, rule.name)))
     else:
         print("" if streaming else prompt + generation.text)
     print(f"\n{generation.report.table()}", file=sys.stderr)

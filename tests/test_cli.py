@@ -70,7 +70,8 @@ def as_object(capsys: pytest.CaptureFixture[str], argv: list[str]) -> dict[str, 
 def test_json_keys(capsys: pytest.CaptureFixture[str], pair: tuple[str, str]) -> None:
     made = as_object(capsys, argv_for(pair, "eagle3", PROMPT))
     assert set(made) == {
-        "text", "token_ids", "prompt_tokens", "new_tokens", "rounds", "mean_accepted_length",
+        "text", "token_ids", "prompt_token_ids", "prompt_tokens", "new_tokens", "rounds",
+        "mean_accepted_length",
         "acceptance_by_depth", "tokens_per_second", "seconds", "finish_reason", "settings",
     }  # fmt: skip
     assert {"draft", "verify", "commit", "total"} <= set(made["seconds"])
