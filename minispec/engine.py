@@ -136,15 +136,15 @@ class Engine:
         self.target = load_target(config.model, self.device, dense, expert, config.context)
         self.context = config.context or self.target.max_positions
         self.tokenizer = load_tokenizer(config.model, self.target.vocab_size)
-        spare = self.target.vocab_size - self.tokenizer.vocab_size
-        if spare:
-            note(f"the tokenizer names all but the last {spare} ids, which are never chosen")
         raw = read_json(Path(config.model) / "config.json")
         self.model_type = str(raw.get("model_type"))
         check_special_ids(config.model, raw, self.target.config.eos_token_id, self.tokenizer)
         self.eos_token_ids = eos_token_ids(
             config.model, self.target.config.eos_token_id, self.tokenizer.vocab_size
         )
+        spare = self.target.vocab_size - self.tokenizer.vocab_size
+        if spare:
+            note(f"the tokenizer names all but the last {spare} ids, which are never chosen")
         nodes = 1
         if self.builder is not None:
             nodes = self.builder.max_nodes()

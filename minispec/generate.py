@@ -47,9 +47,10 @@ def make_parser() -> Parser:
     add("prompt_words", nargs="?", metavar="PROMPT", help=f"the prompt; default {DEMO_PROMPT!r}")
     add("-p", "--prompt", help="the prompt, as a flag")
     add("--prompt-file", metavar="FILE", help="read the prompt from a file; - is stdin")
-    add("--raw", dest="chat", action="store_false", help="the prompt as it stands; the default")
+    raw = "the prompt as it stands; the default"
+    add("--raw", dest="chat", action="store_false", default=False, help=raw)
     add(
-        "--chat", action="store_true", default=False,
+        "--chat", action="store_true",
         help="the prompt as one turn in Kimi's chat template, built in: a chat_template.jinja is "
         "not run",
     )  # fmt: skip

@@ -144,7 +144,7 @@ def read_names(path: Path, base_size: int) -> dict[int, str]:
     if added is None:
         return {base_size + slot: name for slot, name in KIMI_NAMES.items()}
     try:
-        names = {int(token): str(entry["content"]) for token, entry in added.items()}
+        names = {int(token): entry["content"] for token, entry in added.items()}
     except (AttributeError, KeyError, TypeError, ValueError):
         raise UserError(
             f"{path}: key '{key}' must map ids to objects that hold a 'content'"
@@ -156,8 +156,10 @@ def read_names(path: Path, base_size: int) -> dict[int, str]:
                 f"{path}: names id {token} {name}, but the special ids of tiktoken.model are "
                 f"{base_size} to {last}; put both files of one checkpoint in"
             )
-        if not name or list(names.values()).count(name) > 1:
-            raise UserError(f"{path}: key '{key}' names id {token} {name!r}; give each its own")
+        if not isinstance(name, str) or not name or list(names.values()).count(name) > 1:
+            raise UserError(
+                f"{path}: key '{key}' calls id {token} {name!r}; each needs a name of its own"
+            )
     return names
 
 

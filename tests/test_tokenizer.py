@@ -17,6 +17,7 @@ from minispec.tokenizer import (
     SentencePieceTokenizer,
     TextStream,
     Tokenizer,
+    cut,
     load_tokenizer,
 )
 
@@ -41,8 +42,9 @@ class Pieces:
     def __init__(self, pieces: list[bytes]) -> None:
         self.pieces = pieces
         self.vocab_size = len(pieces)
+        self.special: dict[str, int] = {}
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = False) -> list[int]:
         raise NotImplementedError
 
     def token_bytes(self, token: int) -> bytes:
@@ -352,6 +354,62 @@ def test_tiktoken_cuts_as_the_pattern_does(tmp_path: Path, word: str) -> None:
     assert (tokenizer.encode(word + word) == [whole, whole]) == (parts == [word, word]) or (
         len(parts) == 1
     )
+
+
+def cut_letter_by_letter(text: str, longest: int = 25_000, whole: int = 400_000) -> list[str]:
+    """As the public description has it: count letters of one kind, cut before one too many."""
+    pieces = []
+    for start in range(0, len(text), whole):
+        piece, count, was_space = "", 0, None
+        for letter in text[start : start + whole]:
+            count = count + 1 if letter.isspace() == was_space else 1
+            was_space = letter.isspace()
+            if count > longest:
+                pieces.append(piece)
+                piece, count = "", 1
+            piece += letter
+        pieces.append(piece)
+    return pieces
+
+
+LONG = {
+    "short": "a b\n",
+    "a word at the limit": "a" * 25_000 + " b",
+    "a word past the limit": "a" * 25_001 + " b",
+    "twice past": "ab" + " " * 50_003 + "c" * 50_001,
+    "other spaces": "x\u3000" + "\u3000\x1f\x85" * 9_000 + "y",
+    "400,000": "abcd " * 80_000,
+    "400,001": "abcd " * 80_000 + "x",
+    "a long word across 400,000": "ab " * 130_000 + "c" * 60_000,
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_long_text_is_cut_as_described(case: str) -> None:
+    text = LONG[case]
+    pieces = list(cut(text))
+    assert pieces == cut_letter_by_letter(text)
+    assert "".join(pieces) == text
+    assert (len(pieces) > 1) == (case not in ("short", "a word at the limit", "400,000"))
+
+
+def test_no_token_stands_across_a_cut(folder: Path) -> None:
+    """`hello` whose cut falls behind `he` is two tokens, and one anywhere else."""
+    tokenizer = load_tokenizer(folder, 1024)
+    hello, he = (256 + WORDS.index(word) for word in ("hello", "he"))
+    near = tokenizer.encode("." * 24_998 + "hello")
+    across = tokenizer.encode("." * 24_998 + "hello", special=True)
+    assert near == across and he in near and hello not in near
+    assert hello in tokenizer.encode("." * 24_995 + "hello")
+    assert back(tokenizer, near) == "." * 24_998 + "hello"
+
+
+def test_a_special_token_across_a_cut_is_text(folder: Path) -> None:
+    """As in Kimi's own encode(), which cuts first."""
+    tokenizer = load_tokenizer(folder, 1024)
+    end = tokenizer.special["<|im_end|>"]
+    assert end in tokenizer.encode("a" * 24_990 + "<|im_end|>", special=True)
+    assert end not in tokenizer.encode("a" * 24_991 + "<|im_end|>", special=True)
 
 
 # which tokenizer
