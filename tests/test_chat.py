@@ -252,13 +252,15 @@ def name_tokens(target: Path, names: dict[int, str]) -> None:
     (target / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
 
 
-def generate(target: Path, **params: bool) -> tuple[list[int], str | None]:
+def generate(
+    target: Path, ignore_eos: bool = False, chat: bool = False
+) -> tuple[list[int], str | None]:
     """Ids of a greedy continuation of a raw prompt, and why it ended."""
     engine = Engine(EngineConfig(str(target)))
     generation = engine.generate(
         engine.encode("Hi"),
         SamplingParams(),
-        GenerationParams(40, **params),
+        GenerationParams(40, ignore_eos=ignore_eos, chat=chat),
         pick_rule(None, SamplingParams()),
     )
     for _ in generation:
