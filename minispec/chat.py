@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .models.interface import UserError
 from .tokenizer import Tokenizer
 
-THINKS = "kimi_k25"  # the model_type whose template begins the thinking, which others leave open
+THINKS = {"kimi_k25": True, "kimi_k2": False, "deepseek_v3": False}  # the template by model_type
 TURN = ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>")
 ENDS = ("<|im_end|>", "[EOS]")
 MEDIA = ("<|media_pad|>", "<|media_begin|>", "<|kimi_k25_video_placeholder|>")
@@ -45,12 +45,17 @@ class PromptForm:
             if self.special_tokens and not tokenizer.special:
                 raise UserError("--special-tokens: the tokenizer of this model names none; drop it")
             return tokenizer.encode(prompt, self.special_tokens)
-        if self.thinking is not None and model_type != THINKS:
+        if model_type not in THINKS:
+            raise UserError(
+                f"--chat: model_type {model_type!r} has no template here ({', '.join(THINKS)} "
+                "have); write the prompt out, with --special-tokens"
+            )
+        if self.thinking is not None and not THINKS[model_type]:
             raise UserError(
                 f"--thinking and --no-thinking: the template of model_type {model_type!r} has no "
-                f"such switch ({THINKS!r} has); drop it"
+                "such switch, Kimi-K2.5's has; drop it"
             )
-        thinks = ("<think>", "</think>") if model_type == THINKS else ()
+        thinks = ("<think>", "</think>") if THINKS[model_type] else ()
         for name in (*TURN, *thinks):
             if name not in tokenizer.special:
                 raise UserError(
@@ -70,7 +75,7 @@ class PromptForm:
     def note(self, model_type: str) -> str:
         """What `--chat` rendered, in one line: templates differ in what they put in by default."""
         thinking = "left to the model"
-        if model_type == THINKS:
+        if THINKS[model_type]:
             thinking = "off" if self.thinking is False else "on"
         system = "as given" if self.system is not None else "none, for none was given"
         return f"chat: template of {model_type}; thinking {thinking}; system message {system}"

@@ -27,7 +27,8 @@ from .verify import RULES, Rule
 class GenerationParams:
     """When a text ends. None for `max_new_tokens` means as far as the context goes.
 
-    `chat` ends it where a chat turn ends, too.
+    `chat` ends it where a chat turn ends, too. A stop string that is the name of a special token
+    stands for that token as well, which would show no text to find.
     """
 
     max_new_tokens: int | None = None
@@ -71,7 +72,9 @@ class Generation:
         if params.max_new_tokens is not None and params.max_new_tokens <= self.limit:
             self.limit, self.limit_reason = params.max_new_tokens, "length"
         eos = engine.eos_token_ids + (turn_ends(engine.tokenizer) if params.chat else ())
-        self.eos = () if params.ignore_eos else eos
+        special = engine.tokenizer.special
+        named = tuple(special[stop] for stop in params.stop if stop in special)
+        self.eos = named if params.ignore_eos else eos + named
         self.stream = TextStream(engine.tokenizer, params.stop)
         self.token_ids: list[int] = []
         self.text = ""

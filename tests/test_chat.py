@@ -149,6 +149,12 @@ def test_a_flat_checkpoint_opens_no_thinking(run: Run, target: Path) -> None:
         refused(run(target, "--chat", switch, "-p", "Hi"), switch, "kimi_k2", "drop")
 
 
+def test_an_unknown_template_is_refused(run: Run, target: Path) -> None:
+    edit_json(target / "config.json", model_type="kimi_k9")
+    refused(run(target, "--chat", "-p", "Hi"), "--chat", "kimi_k9", "kimi_k25", "--special-tokens")
+    assert run(target, "-p", "Hi")[0] == 0
+
+
 def test_a_template_beside_the_weights_is_not_run(run: Run, target: Path) -> None:
     (target / "chat_template.jinja").write_text("{{ raise_exception('run') }}")
     assert run(target, "--chat", "-p", "Hi")[0] == 0
@@ -253,14 +259,14 @@ def name_tokens(target: Path, names: dict[int, str]) -> None:
 
 
 def generate(
-    target: Path, ignore_eos: bool = False, chat: bool = False
+    target: Path, ignore_eos: bool = False, chat: bool = False, stop: tuple[str, ...] = ()
 ) -> tuple[list[int], str | None]:
     """Ids of a greedy continuation of a raw prompt, and why it ended."""
     engine = Engine(EngineConfig(str(target)))
     generation = engine.generate(
         engine.encode("Hi"),
         SamplingParams(),
-        GenerationParams(40, ignore_eos=ignore_eos, chat=chat),
+        GenerationParams(40, stop, ignore_eos, chat),
         pick_rule(None, SamplingParams()),
     )
     for _ in generation:
@@ -282,6 +288,15 @@ def test_a_chat_turn_ends(target: Path, name: str) -> None:
     other = min(set(range(512)) - set(text))
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, other]}))
     assert generate(target, chat=True) == (cut, "stop")
+
+
+def test_a_stop_string_that_names_a_special_token(target: Path) -> None:
+    text, _ = generate(target, ignore_eos=True)
+    end = next(token for token in text[3:] if token >= BASE)
+    name_tokens(target, {end: "<|tool_done|>"})
+    wanted = (text[: text.index(end) + 1], "stop")
+    assert generate(target, stop=("<|tool_done|>",)) == wanted
+    assert generate(target, stop=("<|tool_done|>",), ignore_eos=True) == wanted
 
 
 @pytest.mark.parametrize("as_list", [True, False], ids=["list", "int"])

@@ -303,6 +303,11 @@ SPELLINGS: dict[str, tuple[list[str], str, object]] = {
     "--no-draft": (["--no-draft"], "no_draft", True),
     "--show-tree": (["--show-tree"], "show_tree", True),
     "--ignore-eos": (["--ignore-eos"], "ignore_eos", True),
+    "--chat": (["--chat"], "chat", True),
+    "--system": (["--system", "text"], "system", "text"),
+    "--thinking": (["--thinking"], "thinking", True),
+    "--no-thinking": (["--no-thinking"], "thinking", False),
+    "--special-tokens": (["--special-tokens"], "special_tokens", True),
     "--static-tree": (["--static-tree", "[0]"], "static_tree", "[0]"),
     "--prompt-file": (["--prompt-file", "a_b.txt"], "prompt_file", "a_b.txt"),
 }

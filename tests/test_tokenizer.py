@@ -327,6 +327,20 @@ def split(text: str) -> list[str]:
         ("a \n b", ["a", " \n", " b"]),
         ("end   ", ["end", "   "]),
         ("tab\there", ["tab", "\there"]),
+        ("ab漢cd", ["ab", "漢", "cd"]),  # Han is in none of the word classes
+        ("CAN'T can'T", ["CAN'T", " can'T"]),
+        ("they'd've", ["they'd", "'ve"]),  # one contraction a word; the next leads its own
+        ("ǅungla", ["ǅungla"]),  # a title-case letter opens a word
+        ("e\u0301a", ["e\u0301a"]),  # marks belong to words
+        ("٣٤٥٦", ["٣٤٥", "٦"]),  # any script's digits
+        ("x²³", ["x", "²³"]),
+        ("wow!!\r\n\r\nyes", ["wow", "!!\r\n\r\n", "yes"]),
+        ("a\r\n\r\n  b", ["a", "\r\n\r\n", " ", " b"]),
+        (" \n\t\n x", [" \n\t\n", " x"]),
+        ("a\u00a0b\u3000c", ["a", "\u00a0b", "\u3000c"]),
+        ("_snake_case", ["_snake", "_case"]),
+        ("👍ok", ["👍ok"]),  # any one sign may lead a word
+        ("👍👍ok", ["👍👍", "ok"]),
     ],
 )
 def test_kimi_pattern(text: str, parts: list[str]) -> None:
@@ -410,6 +424,43 @@ def test_a_special_token_across_a_cut_is_text(folder: Path) -> None:
     end = tokenizer.special["<|im_end|>"]
     assert end in tokenizer.encode("a" * 24_990 + "<|im_end|>", special=True)
     assert end not in tokenizer.encode("a" * 24_991 + "<|im_end|>", special=True)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Every two bytes of the alphabet below are a token: a cut elsewhere shows in the ids."""
+    folder = tmp_path_factory.mktemp("pairs")
+    write_byte_tokenizer(folder)
+    alphabet = sorted(set("aB漢'st1. \n\té".encode()))
+    made = [bytes([one, other]) for one in alphabet for other in alphabet]
+    with (folder / "tiktoken.model").open("a") as file:
+        for rank, token in enumerate(made, start=256):
+            file.write(f"{base64.b64encode(token).decode()} {rank}\n")
+    return load_tokenizer(folder, 1024)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_tiktoken_cuts_random_text_as_the_pattern_does(pairs: Tokenizer, seed: int) -> None:
+    dice = random.Random(seed)
+    text = "".join(dice.choice("aB漢'st1. \n\té") for _ in range(40))
+    assert pairs.encode(text) == [token for part in split(text) for token in pairs.encode(part)]
+
+
+def test_a_tokenizer_of_the_real_size(tmp_path: Path) -> None:
+    """163,584 ranks: ids of special tokens are the public ones."""
+    ranks = [bytes([one]) for one in range(256)]
+    ranks += [bytes([one, two]) for one in range(256) for two in range(256)]
+    ranks += [bytes([one, two, 46]) for one in range(256) for two in range(256)]
+    ranks += [bytes([one, two, 47]) for one in range(256) for two in range(256)]
+    lines = [f"{base64.b64encode(token).decode()} {n}" for n, token in enumerate(ranks[:163_584])]
+    (tmp_path / "tiktoken.model").write_text("\n".join(lines))
+    tokenizer = load_tokenizer(tmp_path, 163_840)
+    assert tokenizer.vocab_size == 163_840
+    names = ["[BOS]", "<|im_end|>", "<|reserved_token_163589|>", "</think>", "[PAD]"]
+    assert tokenizer.encode("".join(names), special=True) == [
+        163584, 163586, 163589, 163607, 163839,
+    ]  # fmt: skip
+    assert back(tokenizer, tokenizer.encode("héllo 漢字")) == "héllo 漢字"
 
 
 # which tokenizer
