@@ -37,6 +37,11 @@ class PromptForm:
             if value is not None and not self.chat:
                 raise UserError(f"{flag}: is part of the chat template; add --chat or drop {flag}")
 
+        try:
+            (self.system or "").encode()  # see read_prompt() of generate.py
+        except UnicodeEncodeError as error:
+            raise UserError(f"--system: must be UTF-8 text ({error})") from None
+
     def ids(self, prompt: str, tokenizer: Tokenizer, model_type: str) -> list[int]:
         """Token ids of a prompt. Raises UserError for what this tokenizer or model lacks."""
         refuse_media("--prompt", prompt, tokenizer)

@@ -184,6 +184,23 @@ def test_demo_has_no_chat_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     refused((code, *capsys.readouterr()), "--special-tokens", "drop it")
 
 
+def test_a_system_message_that_is_not_utf8(run: Run, made: Path) -> None:
+    refused(run(made, "--chat", "-p", "Hi", "--system", "caf\udce9"), "--system", "UTF-8")
+
+
+@pytest.mark.parametrize("proposer", ["eagle3", "ngram"])
+def test_a_chat_with_speculation_says_the_same(
+    run: Run, made: Path, capsys: pytest.CaptureFixture[str], proposer: str
+) -> None:
+    chat = ["--model", str(made), "--chat", "-p", "Hi Hi Hi", "--json", "-n", "30"]
+    plain = json.loads(run(made, *chat)[1])
+    head = ["--draft-model", str(made.parent / "head")] if proposer == "eagle3" else []
+    assert main([*chat, "--proposer", proposer, *head]) == 0
+    speculative = json.loads(capsys.readouterr().out)
+    for key in ("text", "token_ids", "prompt_token_ids", "finish_reason"):
+        assert speculative[key] == plain[key]
+
+
 def test_a_chat_that_is_too_long(run: Run, made: Path) -> None:
     refused(run(made, "--chat", "-p", "Hi", "--context", "20"), "--prompt", "20", "--context")
 
