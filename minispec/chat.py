@@ -36,7 +36,6 @@ class PromptForm:
         for flag, value in (("--system", self.system), (thinking, self.thinking)):
             if value is not None and not self.chat:
                 raise UserError(f"{flag}: is part of the chat template; add --chat or drop {flag}")
-
         try:
             (self.system or "").encode()  # see read_prompt() of generate.py
         except UnicodeEncodeError as error:
