@@ -140,6 +140,8 @@ def dense_weights(folder: Path) -> dict[str, Tensor]:
         stored |= load_file(file)
     dense = {}
     for name, tensor in stored.items():
+        if not name.startswith("language_model."):  # the vision tower and its projector
+            continue
         name = name.removeprefix("language_model.")
         if name.endswith(".weight_packed"):
             stem = f"language_model.{name.removesuffix('.weight_packed')}"
