@@ -268,7 +268,9 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
     return (2, num_layers // 2, num_layers - 3)
 
 
-def resolve_taps(aux_layer_ids: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
+def resolve_taps(
+    aux_layer_ids: tuple[int, ...] | None, num_layers: int, where: str = "--draft-model"
+) -> tuple[int, ...]:
     """Layer ids of a head's config -> tap boundaries (b is the input of layer b), ascending.
 
     Two conventions are in the wild: ids as inputs of layers, (2, N/2, N-3), and as outputs,
@@ -280,7 +282,8 @@ def resolve_taps(aux_layer_ids: tuple[int, ...] | None, num_layers: int) -> tupl
     else:
         ids = tuple(sorted(aux_layer_ids))
         boundaries = tuple(index + 1 for index in ids) if ids[0] == 1 else ids
-    check_taps(boundaries, f"--draft-model: {IDS} is {aux_layer_ids}", num_layers)
+    written = "absent" if aux_layer_ids is None else str(list(aux_layer_ids))
+    check_taps(boundaries, f"{where}: {IDS} is {written}", num_layers)
     return boundaries
 
 
@@ -290,12 +293,12 @@ def check_taps(boundaries: tuple[int, ...], said: str, num_layers: int) -> None:
     if not rising or boundaries[0] < 0 or boundaries[-1] > num_layers:
         raise UserError(
             f"{said}, read as inputs of layers {list(boundaries)}; they must be different ones "
-            f"from 0 to {num_layers}, the target's number of layers"
+            f"from 0 to {num_layers}, the target's number of layers; name others by --aux-layers"
         )
 
 
 def choose_taps(
-    config: Eagle3Config, given: tuple[int, ...] | None, num_layers: int
+    config: Eagle3Config, given: tuple[int, ...] | None, num_layers: int, where: str
 ) -> tuple[tuple[int, ...], str]:
     """--aux-layers, the config's ids or the default -> (tap boundaries, where they are from).
 
@@ -311,10 +314,10 @@ def choose_taps(
         return boundaries, "--aux-layers"
     if ids is None and count != DEFAULT_TAPS:
         raise UserError(
-            f"--draft-model: num_aux_hidden_states is {count} and the config names no layers; name "
-            "them by --aux-layers"
+            f"{where}: num_aux_hidden_states is {count} and the config names no layers; name them "
+            "by --aux-layers"
         )
-    boundaries = resolve_taps(ids, num_layers)
+    boundaries = resolve_taps(ids, num_layers, where)
     if ids is None:
         return boundaries, "no ids in the config: EAGLE's default"
     convention = "input-of-layer" if boundaries == tuple(sorted(ids)) else "output-of-layer"

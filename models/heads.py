@@ -86,7 +86,7 @@ def check_head(
     checkpoint = Checkpoint(folder, "--draft-model")
     where = str(checkpoint.config_path)
     config = Eagle3Config.from_json(checkpoint.config, where)
-    taps = choose_taps(config, aux_layers, target.num_hidden_layers)
+    taps = choose_taps(config, aux_layers, target.num_hidden_layers, where)
     head = CheckedHead(checkpoint, config, *taps)
     width, vocab = target.hidden_size, target.vocab_size
     if config.target_hidden_size != width:

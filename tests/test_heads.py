@@ -16,15 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_bad_input import change_tensors, cut_file, refused
-from toys import CPU, edit_json, write_byte_tokenizer
 from torch import Tensor
+from toys import CPU, edit_json, write_byte_tokenizer
 
 from minispec.config import EngineConfig
 from minispec.drafting import TreeConfig
 from minispec.drafting.eagle3 import Eagle3Proposer
 from minispec.engine import Engine, GenerationParams, pick_rule
 from minispec.generate import main
-from minispec.models.eagle3_config import Eagle3Config, choose_taps
+from minispec.models.eagle3_config import SPECULATORS, Eagle3Config, choose_taps
 from minispec.models.heads import check_head, load_head
 from minispec.models.interface import UserError
 from minispec.models.synthetic import SIZES, target_config, write_target
@@ -66,7 +66,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, str]]]
         (
             "EAGLE-3, Llama attention, yarn 64 (beta 32/1, mscale 1/0), tensors model.layers.0.*",
             "embed_tokens the target's, lm_head its own, all 512 ids",
-            "taps before layers 2, 3, 5 (no ids in the config: EAGLE's default)",
+            "taps before layers 2, 3, 4 (no ids in the config: EAGLE's default)",
         ),
     ),
     "llama, own embedding, no lm_head, ids as outputs": (
@@ -115,9 +115,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, str]]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`target` of six layers, and every variant's head beside it."""
+    """`target` of seven layers, and every variant's head beside it."""
     made = tmp_path_factory.mktemp("heads")
-    write_target(made / "target", target_config(vocab_size=512, num_hidden_layers=6))
+    write_target(made / "target", target_config(vocab_size=512, num_hidden_layers=7))
     write_byte_tokenizer(made / "target")
     for number, (name, (config, how, _)) in enumerate(VARIANTS.items()):
         config = {key: value for key, value in config.items() if value is not None}
@@ -433,16 +433,16 @@ def test_layer_ids_of_kimis_61_layers(
 ) -> None:
     entry = {"eagle_aux_hidden_state_layer_ids": ids}
     config = eagle3_config(**({"eagle_config": entry} if nested else {"eagle_config": {}, **entry}))
-    boundaries, source = choose_taps(config, None, 61)
+    boundaries, source = choose_taps(config, None, 61, "config.json")
     assert boundaries == wanted and said in source
-    assert choose_taps(config, (58, 2, 30), 61) == ((2, 30, 58), "--aux-layers")
+    assert choose_taps(config, (58, 2, 30), 61, "config.json") == ((2, 30, 58), "--aux-layers")
 
 
 @pytest.mark.parametrize("ids", [[2, 30, 62], [1, 30, 61], [-1, 2, 3], [2, 2, 30]], ids=str)
 def test_layer_ids_that_do_not_fit(ids: list[int]) -> None:
     config = eagle3_config(eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
     with pytest.raises(UserError, match="eagle_aux_hidden_state_layer_ids.*61"):
-        choose_taps(config, None, 61)
+        choose_taps(config, None, 61, "config.json")
 
 
 def test_another_number_of_taps(folder: Path, tmp_path: Path) -> None:
@@ -557,8 +557,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"architectures": ["MambaEagle3"]},
         ("architectures", "MambaEagle3", "Eagle3DeepseekV2ForCausalLM"),
     ),
-    "layers beyond the last": ({"eagle_config": {IDS: [2, 3, 7]}}, (IDS, "[2, 3, 7]", "0 to 6")),
-    "outputs beyond the last": ({"eagle_config": {IDS: [1, 3, 6]}}, (IDS, "[2, 4, 7]", "0 to 6")),
+    "layers beyond the last": ({"eagle_config": {IDS: [2, 3, 8]}}, (IDS, "[2, 3, 8]", "0 to 7")),
+    "outputs beyond the last": ({"eagle_config": {IDS: [1, 3, 7]}}, (IDS, "[2, 4, 8]", "0 to 7")),
     "last hidden state only": (
         {"eagle_config": {"use_aux_hidden_state": False}}, ("use_aux_hidden_state", "False"),
     ),
@@ -577,11 +577,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "odd heads": ({"head_dim": 15}, ("rotary width", "15")),
     "speculators, no residual key": (
-        {"architectures": ["Eagle3Speculator"], "transformer_layer_config": {"model_type": "llama"}},
+        {"architectures": [SPECULATORS], "transformer_layer_config": {"model_type": "llama"}},
         ("norm_before_residual", "missing"),
     ),
     "speculators of another layer": (
-        {"architectures": ["Eagle3Speculator"], "transformer_layer_config": {"model_type": "qwen3"}},
+        {"architectures": [SPECULATORS], "transformer_layer_config": {"model_type": "qwen3"}},
         ("transformer_layer_config", "qwen3"),
     ),
 }  # fmt: skip
@@ -591,7 +591,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "--aux-layers=-1,2,3": ("--aux-layers -1,2,3", "2,30,58"),
     "--aux-layers 2,2,3": ("--aux-layers 2,2,3", "different"),
     "--aux-layers 2,3": ("--aux-layers 2,3", "3 states"),
-    "--aux-layers 2,3,7": ("--aux-layers 2,3,7", "0 to 6"),
+    "--aux-layers 2,3,8": ("--aux-layers 2,3,8", "0 to 7"),
 }
 
 
