@@ -23,7 +23,8 @@ class EngineConfig:
 
     `proposer` None is plain decoding. `dtype` "auto" is bfloat16 on a GPU; on a CPU it is float32
     for the dense weights and bfloat16 for the activations inside the INT4 experts, the mixture
-    that CPUs are fast at. `context` None means what the model's config allows.
+    that CPUs are fast at. `context` None means what the model's config allows. `aux_layers` are
+    the target's layers whose inputs the head reads; None means those of the head's config.
     """
 
     model: str
@@ -34,6 +35,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     context: int | None = None
+    aux_layers: tuple[int, ...] | None = None
 
 
 def load(flag: str, name: str, known: dict[str, str]) -> Any:

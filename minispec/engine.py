@@ -136,6 +136,10 @@ class Engine:
         if config.proposer is not None:  # names and shapes first: a typing error costs no loading
             proposer_class = load("--proposer", config.proposer, PROPOSERS)
             self.builder = load("--tree", config.tree, BUILDERS)(config.tree_config)
+            # a proposer may offer to check its files: a wrong head costs no loading either
+            check = getattr(proposer_class, "check", None)
+            if check is not None:
+                check(config.model, config.draft_model, config.aux_layers)
         self.target = load_target(config.model, self.device, dense, expert, config.context)
         self.context = config.context or self.target.max_positions
         self.tokenizer = load_tokenizer(config.model, self.target.vocab_size)
@@ -153,8 +157,9 @@ class Engine:
             nodes = self.builder.max_nodes()
             window = self.builder.max_drafted()
             setup = DraftSetup(
-                self.target, config.draft_model, self.device, dense, self.context, window
-            )
+                self.target, config.draft_model, self.device, dense, self.context, window,
+                config.aux_layers, note,
+            )  # fmt: skip
             self.proposer = proposer_class.from_setup(setup)
         self.cache = RowCache(
             self.target.num_layers,

@@ -71,6 +71,11 @@ def make_parser() -> Parser:
         "--draft-model", "--draft", "--speculative-draft-model-path", metavar="DIR",
         help="EAGLE-3 head folder; default: the demo head, for the demo target",
     )  # fmt: skip
+    add(
+        "--aux-layers", metavar="I,J,K",
+        help="target layers whose inputs the head reads, 2,30,58 say: I is what enters layer I, "
+        "which is the output of layer I-1; default: those of the head's config",
+    )  # fmt: skip
     add("--no-draft", action="store_true", help="plain decoding, one token a pass")
     add("--context", type=int, metavar="N", help="positions to hold; default: the model's limit")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N; default %(default)s")
@@ -177,9 +182,20 @@ def tree_config(args: argparse.Namespace) -> TreeConfig:
     return TreeConfig(**given)
 
 
+def layer_numbers(typed: str) -> tuple[int, ...]:
+    """--aux-layers; how many and which of them fit is for the head and the target to say."""
+    parts = [part.strip() for part in typed.split(",")]
+    numbers = [int(part) for part in parts if part.isdecimal() and len(part) < 10]
+    if len(set(numbers)) < len(parts):
+        raise UserError(
+            f"--aux-layers {typed}: must be different layer numbers with commas between, as 2,30,58"
+        )
+    return tuple(numbers)
+
+
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Model and drafter flags -> settings; contradictions are refused."""
-    speculation = ("draft_model", "proposer", "tree", "verify", "show_tree") + tuple(
+    speculation = ("draft_model", "aux_layers", "proposer", "tree", "verify", "show_tree") + tuple(
         field.name for field in dataclasses.fields(TreeConfig)
     )
     model, draft, proposer = args.model, args.draft_model, args.proposer
@@ -195,6 +211,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     needs_head = proposer is not None and load("--proposer", proposer, PROPOSERS).needs_draft_model
     if draft is not None and not needs_head:
         raise UserError(f"--draft-model {draft}: --proposer {proposer} uses no draft model")
+    if args.aux_layers is not None and not needs_head:
+        raise UserError(f"--aux-layers {args.aux_layers}: --proposer {proposer} reads no layers")
     if needs_head and draft is None:
         if model is not None:
             raise UserError(
@@ -213,6 +231,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         device=args.device,
         dtype=args.dtype,
         context=args.context,
+        aux_layers=None if args.aux_layers is None else layer_numbers(args.aux_layers),
     )
 
 
@@ -282,13 +301,16 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--threads {args.threads}: must be at least 1")
     torch.set_num_threads(args.threads)
     prompt = read_prompt(args)
-    engine = Engine(config, note=lambda line: print(f"[{line}]", file=sys.stderr))
+    notes: list[str] = []  # shown once the prompt went through: a mistake ends in one line alone
+    engine = Engine(config, note=notes.append)
     generation = engine.generate(engine.encode(prompt, form), sampling, params, rule)
     if form.chat:
         print(f"[{form.note(engine.model_type)}]", file=sys.stderr)
         prompt = ""  # of a chat, what the assistant says is shown
     streaming = not (args.json or args.no_stream)
     for number, emitted in enumerate(generation):
+        for line in notes if number == 0 else ():
+            print(f"[{line}]", file=sys.stderr, flush=True)
         if streaming:
             print(emitted.text if number else prompt + emitted.text, end="", flush=True)
         if emitted.round is None:

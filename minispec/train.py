@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from .models.checkpoint import write_checkpoint
-from .models.eagle3 import Attend, Eagle3
+from .models.eagle3 import Eagle3
+from .models.eagle3_attention import Attend
 
 INIT_STD = 0.02
 

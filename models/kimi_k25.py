@@ -9,6 +9,7 @@ C latent rank, R = C + P cache row, A value part of a head, E experts, V vocabul
 """
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from .layers import (
     MLP,
     Linear,
     RMSNorm,
+    RopeScaling,
     at_least_float32,
     rope_pairs,
     rope_table,
@@ -38,7 +40,32 @@ from .layers import (
 )
 
 
-def softmax_scale(config: KimiConfig) -> float:
+class LatentSizes(Protocol):
+    """What latent attention reads of a config: KimiConfig has it, and so has a latent head's."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def q_lora_rank(self) -> int: ...
+    @property
+    def kv_lora_rank(self) -> int: ...
+    @property
+    def qk_nope_head_dim(self) -> int: ...
+    @property
+    def qk_rope_head_dim(self) -> int: ...
+    @property
+    def v_head_dim(self) -> int: ...
+    @property
+    def cache_width(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def rope_scaling(self) -> RopeScaling | None: ...
+
+
+def softmax_scale(config: LatentSizes) -> float:
     """1 / sqrt(q head width), times YaRN's mscale squared."""
     scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
     if config.rope_scaling is not None:
@@ -48,9 +75,14 @@ def softmax_scale(config: KimiConfig) -> float:
 
 
 class Attention(nn.Module):
-    """Multi-head latent attention, absorbed: queries move into latent space, keys never leave."""
+    """Multi-head latent attention, absorbed: queries move into latent space, keys never leave.
 
-    def __init__(self, config: KimiConfig, dtype: torch.dtype) -> None:
+    `in_width` is the input's width where it is not the hidden size (an EAGLE-3 head's is twice).
+    """
+
+    def __init__(
+        self, config: LatentSizes, dtype: torch.dtype, in_width: int | None = None
+    ) -> None:
         super().__init__()
         self.config = config
         self.scale = softmax_scale(config)
@@ -59,7 +91,8 @@ class Attention(nn.Module):
         kv_head = config.qk_nope_head_dim + config.v_head_dim
         eps = config.rms_norm_eps
         # q_a_proj above kv_a_proj_with_mqa: both read the same input
-        self.qkv_a_proj = Linear(config.hidden_size, config.q_lora_rank + config.cache_width, dtype)
+        in_width = in_width or config.hidden_size
+        self.qkv_a_proj = Linear(in_width, config.q_lora_rank + config.cache_width, dtype)
         self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps, dtype)
         self.q_b_proj = Linear(config.q_lora_rank, heads * q_head, dtype)
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, eps, dtype)

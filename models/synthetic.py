@@ -1,4 +1,4 @@
-"""Writes random checkpoints in the real on-disk form: Kimi-K2 targets and EAGLE-3 heads.
+"""Writes random Kimi-K2 targets in the real on-disk form; synthetic_heads.py their heads.
 
 For tests and benchmarks, at any size: real tensor names, real dtypes, packed INT4 experts, an
 index. The weights are random but keep activations near unit size, so that logits are neither flat
@@ -16,17 +16,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.int4_moe import CODES_PER_WORD, GROUP, pack_int4
-from .checkpoint import (
-    FILES,
-    INT4_EXPERTS,
-    SHARD_BYTES,
-    head_json,
-    spread,
-    target_json,
-    write_checkpoint,
-)
+from .checkpoint import FILES, INT4_EXPERTS, SHARD_BYTES, spread, target_json, write_checkpoint
 from .config import KimiConfig
-from .eagle3 import Eagle3, Eagle3Config
 from .kimi_k25 import KimiK25
 from .layers import RopeScaling
 
@@ -104,20 +95,6 @@ def full_width_config(gib: float, form: str = "k2.5") -> dict[str, Any]:
             f"{gib} GiB is too small for Kimi-K2.5's widths; {least} bytes is the least"
         )
     return config(layers, experts)
-
-
-def head_config(target: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """A Llama-dialect EAGLE-3 head that fits `target`, with half of its vocabulary."""
-    text = target["text_config"]
-    shared = ("hidden_size", "rms_norm_eps", "rope_theta", "vocab_size", "max_position_embeddings")
-    sizes = {key: text[key] for key in shared} | {
-        "intermediate_size": 2 * text["hidden_size"],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "draft_vocab_size": text["vocab_size"] // 2,
-    }
-    return head_json(sizes, (2, 3, 4), SPECIAL) | changes
 
 
 def random_tensor(name: str, like: Tensor, generator: torch.Generator) -> Tensor:
@@ -243,16 +220,3 @@ def write_target(
     lengths = spread([like.nbytes for like in listed.values()], shards) if shards else None
     limit = None if shards else SHARD_BYTES
     write_checkpoint(folder, config, draw(listed, seed), limit, lengths, files)
-
-
-def write_head(folder: Path, config: dict[str, Any], seed: int = 0) -> None:
-    """A whole EAGLE-3 head folder; a reduced vocabulary takes every second target id."""
-    head = Eagle3(Eagle3Config.from_json(config, "config"), torch.bfloat16, own_embedding=False)
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for placement in head.placements():
-        if placement.name == "d2t":
-            tensors["d2t"] = torch.arange(len(placement.into))
-        else:
-            tensors[placement.name] = random_tensor(placement.name, placement.into, generator)
-    write_checkpoint(folder, config, tensors.items())

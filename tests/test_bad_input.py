@@ -371,8 +371,8 @@ CHECKPOINTS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
         ("head/config.json", "hidden_act", "gelu", "silu"),
     ),
     "head with another order of norms": (
-        lambda t, h: edit_json(h / "config.json", norm_before_residual=True),
-        ("head/config.json", "norm_before_residual", "True", "False"),
+        lambda t, h: edit_json(h / "config.json", eagle_config={"use_mtp_layernorm": True}),
+        ("head/config.json", "use_mtp_layernorm", "True", "False"),
     ),
     "taps beyond the layers": (
         lambda t, h: edit_json(

@@ -429,7 +429,9 @@ def test_in_a_process_of_its_own(pair: tuple[str, str]) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Grüße".encode()) and done.stdout.endswith(b"\n")
-    lines = done.stderr.decode().strip().splitlines()
+    *notes, table = done.stderr.decode().split("\n\n")
+    assert [line[:10] for line in "".join(notes).splitlines()] == ["[drafter: "] * 3
+    lines = table.strip().splitlines()
     assert len(lines) == 7 and all(line.startswith("  ") or "prompt" in line for line in lines)
 
 

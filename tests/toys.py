@@ -18,7 +18,8 @@ from minispec.kv import RowCache
 from minispec.models.eagle3 import Eagle3
 from minispec.models.heads import load_head
 from minispec.models.kimi_k25 import KimiK25
-from minispec.models.synthetic import head_config, target_config, write_head, write_target
+from minispec.models.synthetic import target_config, write_target
+from minispec.models.synthetic_heads import head_config, write_head
 from minispec.models.weights import load_target
 from minispec.round import Decoder, Round
 from minispec.sampling import SamplingParams

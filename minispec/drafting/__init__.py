@@ -4,6 +4,7 @@ Both are seams: a class in a file here or in any module, chosen by `--proposer m
 `--tree module:Class`. Shape suffixes: T tokens, D the taps' joined width, F nodes, K children.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +43,8 @@ class DraftSetup:
     dtype: torch.dtype
     context: int  # positions that the text can have
     window: int  # the most nodes that the tree shape expands in one round
+    aux_layers: tuple[int, ...] | None = None  # layers whose inputs are tapped; None: the head's
+    note: Callable[[str], None] = lambda line: None  # told what loading found out
 
 
 class Proposer(Protocol):

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from ..kv import RowCache
+from ..models.config import KimiConfig
 from ..models.eagle3 import Eagle3
-from ..models.heads import load_head
+from ..models.heads import check_head, load_head
 from ..models.interface import Step
+from ..models.weights import Checkpoint
 from ..tree import DraftTree
 from . import DraftSetup
 
@@ -24,10 +26,20 @@ class Eagle3Proposer:
 
     needs_draft_model = True
 
+    @staticmethod
+    def check(model: str, draft_model: str, aux_layers: tuple[int, ...] | None) -> None:
+        """Raise UserError for a head that cannot serve this target, before weights are read."""
+        target = Checkpoint(model, "--model")
+        config = KimiConfig.from_json(target.config, str(target.config_path))
+        check_head(draft_model, config, aux_layers)
+
     @classmethod
     def from_setup(cls, setup: DraftSetup) -> "Eagle3Proposer":
         assert setup.draft_model is not None, "checked where the flags are"
-        head = load_head(setup.draft_model, setup.target, setup.device, setup.dtype, setup.context)
+        head = load_head(
+            setup.draft_model, setup.target, setup.device, setup.dtype, setup.context,
+            setup.aux_layers, setup.note,
+        )  # fmt: skip
         return cls(head, setup.context, setup.window)
 
     def __init__(self, head: Eagle3, context: int, window: int) -> None:

@@ -25,7 +25,8 @@ from ...train import (
     train_head,
 )
 from ..checkpoint import head_json
-from ..eagle3 import Eagle3, Eagle3Config, resolve_taps
+from ..eagle3 import Eagle3
+from ..eagle3_config import Eagle3Config, resolve_taps
 from .corpus import SPECIAL, Mixture
 from .export import load_target
 from .train_target import TrainableKimi
