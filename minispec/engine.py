@@ -137,7 +137,7 @@ class Engine:
             proposer_class = load("--proposer", config.proposer, PROPOSERS)
             self.builder = load("--tree", config.tree, BUILDERS)(config.tree_config)
             # a proposer may offer to check its files: a wrong head costs no loading either
-            check = getattr(proposer_class, "check", None)
+            check = getattr(proposer_class, "check_draft_model", None)
             if check is not None:
                 check(config.model, config.draft_model, config.aux_layers)
         self.target = load_target(config.model, self.device, dense, expert, config.context)

@@ -8,7 +8,8 @@
 Row t pairs the target's taps at position t with token t + 1 and predicts token t + 2. A drafted
 token has no taps yet: it feeds on its parent's r, before the last norm. Options of the config:
 `fc_norm` norms each tap before fc, `norm_before_fc` all of them joined, `norm_before_residual`
-adds attention's output to norm(h), `norm_output` feeds on norm(r). Knows nothing of trees.
+adds attention's output to norm(h), `norm_output` feeds on norm(r). Order and names follow EAGLE's
+cnets.py and vLLM's and SGLang's heads for Kimi. Knows nothing of trees.
 
 Shape suffixes: T rows, D head width, X twice that, A rotary width, U draft vocabulary,
 B tapped hidden states joined.

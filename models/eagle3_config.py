@@ -4,7 +4,9 @@
     latent        Eagle3DeepseekV2ForCausalLM, Eagle3DeepseekV3ForCausalLM  as in the Kimi target
     speculators   Eagle3Speculator, whose layer is nested: `transformer_layer_config`
 
-A value that is not computed here is refused by name. Knows no tensor and no target.
+A value that is not computed here is refused by name. Knows no tensor and no target. Keys and
+their meaning follow TorchSpec's and SpecForge's training configs, ModelOpt's export template,
+vLLM's llama_eagle3.py and deepseek_eagle3.py, SGLang's kimi_k25_eagle3.py and speculators.
 """
 
 from dataclasses import dataclass, replace
@@ -274,8 +276,10 @@ def resolve_taps(
     """Layer ids of a head's config -> tap boundaries (b is the input of layer b), ascending.
 
     Two conventions are in the wild: ids as inputs of layers, (2, N/2, N-3), and as outputs,
-    (1, N/2 - 1, N-4). A set that starts with 1 is read as outputs, any other as inputs; an
-    absent set means the default of EAGLE's own code. Boundary N is the last layer's output.
+    (1, N/2 - 1, N-4): vLLM and EAGLE mean the former, TorchSpec, SpecForge, ModelOpt and
+    TensorRT-LLM the latter. A set that starts with 1 is read as outputs, any other as inputs, as
+    SGLang does for Kimi targets; an absent set means the default of EAGLE's own code. Boundary N
+    is the last layer's output, before the final norm.
     """
     if aux_layer_ids is None:
         boundaries = default_taps(num_layers)

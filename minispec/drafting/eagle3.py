@@ -27,7 +27,7 @@ class Eagle3Proposer:
     needs_draft_model = True
 
     @staticmethod
-    def check(model: str, draft_model: str, aux_layers: tuple[int, ...] | None) -> None:
+    def check_draft_model(model: str, draft_model: str, aux_layers: tuple[int, ...] | None) -> None:
         """Raise UserError for a head that cannot serve this target, before weights are read."""
         target = Checkpoint(model, "--model")
         config = KimiConfig.from_json(target.config, str(target.config_path))
